@@ -1,0 +1,1161 @@
+"""The memory of FreshReplay, NumPy only: the played `Episode`, the `ReplayBuffer` that draws past episodes by
+informativeness and freshness, the `DriftEstimator` behind `--tau auto`, the `ProblemSampler` that picks what to ask.
+
+Freshness-aware prioritised replay (FreshPER, arXiv 2604.16918) draws entry i with P(i) ∝ (p_i · exp(-age_i/tau))^alpha.
+All entries age together, so the decay is folded into a weight that is set once, exp(alpha·(log p_i + birthday_i/tau)):
+the ratios between weights, hence P, are the same at every step, and ageing costs nothing.
+"""
+import difflib
+import json
+import math
+import operator
+import os
+import secrets
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PRIORITIES = ("reward", "advantage", "td_error", "group_std", "uniform")
+SLOT_ARRAYS = ("id", "birthday", "last_use", "uses", "log_base", "real_log_base", "correct", "bytes")
+STATE_VALUES = ("tau", "next_id", "newest_birthday", "base_birthday", "shift", "positive")
+SAMPLERS = ("prioritized", "uniform", "newest", "never_used_first", "positive_bias")
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:
+    """`value`, or a ValueError that names the nearest of `allowed`."""
+    if value in allowed:
+        return value
+    near = [f"; did you mean {name}?" for name in difflib.get_close_matches(str(value), allowed, n=1)]
+    raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}{''.join(near)}")
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# ---------------------------------------------------------------------------------------------------- the record
+
+
+def _vector(name: str, value: Any, dtype: type, length: int | None = None) -> np.ndarray:
+    """A 1-D array of `dtype` that owns its data: a slice of a padded array must not keep the padding alive."""
+    array = np.asarray(value)
+    require(array.ndim == 1, f"{name} has shape {array.shape}; it must be one-dimensional")
+    require(length is None or len(array) == length, f"{name} has length {len(array)}, but tokens has length {length}")
+    if array.dtype == dtype and array.base is None:
+        return array
+    if dtype == np.int32 and array.size:
+        require(array.dtype.kind in "iu", f"{name} has dtype {array.dtype}; it must be of integers")
+        require(abs(int(array.max())) < 2**31 and abs(int(array.min())) < 2**31, f"{name} does not fit in int32")
+    if dtype == np.bool_ and array.dtype != np.bool_:
+        require(bool(np.isin(array, (0, 1)).all()), f"{name} must be of True and False, got {array[:8]}...")
+    return np.array(array, dtype=dtype)
+
+
+def _require_all(ok_T: np.ndarray, name: str, values_T: np.ndarray, rule: str) -> None:
+    if not ok_T.all():
+        position = int(np.argmin(ok_T))
+        raise ValueError(f"{name}[{position}] is {values_T[position]}; {rule}")
+
+
+# ALGO LOGIC: a new field of Episode is checked and saved once it is named in one of these.
+TOKEN_FIELDS = {"tokens": np.int32, "action_mask": np.bool_, "behavior_logprobs": np.float32, "advantages": np.float32}
+TURN_FIELDS = {"turn_ends": np.int32, "turn_rewards": np.float32}
+SCALAR_FIELDS = ("reward", "score", "problem_id", "group_id", "policy_step", "last_policy_step", "iteration")
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One played episode, ragged, never padded; T tokens: the prompt, then turn by turn actions and observations.
+
+    Arrays are converted to the dtypes below and copied if they are views. `validate` raises a ValueError that names the
+    field and the value; it runs at creation and again in `ReplayBuffer.add`, so advantages may be filled in between.
+    """
+
+    tokens: np.ndarray  # (T,) int32
+    action_mask: np.ndarray  # (T,) bool, True exactly on the tokens that the policy sampled
+    behavior_logprobs: np.ndarray  # (T,) float32, under the distribution really sampled from; 0 where the mask is False
+    advantages: np.ndarray  # (T,) float32, computed once, at collection; 0 where the mask is False
+    turn_ends: np.ndarray  # (turns,) int32, token index after each turn
+    turn_rewards: np.ndarray  # (turns,) float32
+    reward: float  # what training uses: return with format penalty and shaping
+    score: float  # the task's own return: priorities and evaluation
+    problem_id: int
+    group_id: int
+    policy_step: int  # optimiser steps done when the first token was sampled: the birthday
+    last_policy_step: int  # ... when the last token was sampled
+    iteration: int
+    values: np.ndarray | None = None  # (T,) float32, critic values at collection
+    images: list[np.ndarray] | None = None  # (H, W, 3) uint8 each
+    info: dict[str, Any] = field(default_factory=dict)  # JSON-able; "success" among its keys
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        for name, dtype in TOKEN_FIELDS.items():
+            setattr(self, name, _vector(name, getattr(self, name), dtype, len(self.tokens)))
+        for name, dtype in TURN_FIELDS.items():
+            setattr(self, name, _vector(name, getattr(self, name), dtype))
+        if self.values is not None:
+            self.values = _vector("values", self.values, np.float32, len(self.tokens))
+        require(len(self.tokens) > 0, "tokens is empty; an episode has at least one token")
+        for name in ("behavior_logprobs", "advantages", "values", "turn_rewards"):
+            array = getattr(self, name)
+            if array is not None:
+                _require_all(np.isfinite(array), name, array, "it must be finite")
+        for name in ("behavior_logprobs", "advantages"):
+            array = getattr(self, name)
+            _require_all((array == 0) | self.action_mask, name, array, "it must be 0 where action_mask is False")
+        logprobs = self.behavior_logprobs
+        _require_all(logprobs <= 1e-6, "behavior_logprobs", logprobs, "a log-probability is at most 0")
+
+        ends, turns = self.turn_ends.tolist(), len(self.turn_rewards)
+        require(len(ends) == turns, f"turn_rewards has length {turns}, but turn_ends has length {len(ends)}")
+        rising = [0] + ends + [len(self.tokens)] == sorted([0] + ends + [len(self.tokens)])
+        require(rising, f"turn_ends {ends} must rise from 0 to at most the {len(self.tokens)} tokens")
+        for name in ("reward", "score"):
+            value = float(getattr(self, name))
+            setattr(self, name, value)
+            require(math.isfinite(value), f"{name} is {value}; it must be finite")
+        for name in SCALAR_FIELDS[2:]:
+            setattr(self, name, operator.index(getattr(self, name)))
+        first, last = self.policy_step, self.last_policy_step
+        require(first <= last, f"policy_step {first} is after last_policy_step {last}")
+        for number, image in enumerate(self.images or ()):
+            good = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3
+            require(good, f"images[{number}] must be (height, width, 3) uint8, got {getattr(image, 'shape', image)}")
+            if image.base is not None:
+                self.images[number] = image.copy()
+        if self.info:
+            json.dumps(self.info)  # a TypeError here names what cannot be saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, Python objects included."""
+        values = [getattr(self, name) for name in self.__dataclass_fields__]
+        return sys.getsizeof(self) + sum(_sizeof(value) for value in {id(value): value for value in values}.values())
+
+
+def _sizeof(value: Any) -> int:
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and -5 <= value <= 256):
+        return 0  # shared by all of Python
+    size = sys.getsizeof(value)
+    if isinstance(value, dict):
+        size += sum(_sizeof(item) for item in value.values())
+    elif isinstance(value, list):
+        size += sum(_sizeof(item) for item in value)
+    return size
+
+
+def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
+    """Episodes as a flat dict of concatenated arrays, their lengths, and one JSON-able list, `info`; no padding."""
+
+    def join(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate([np.zeros(0, dtype), *arrays])
+
+    images = [image for episode in episodes for image in episode.images or ()]
+    packed: dict[str, Any] = {
+        "lengths": np.array([len(episode.tokens) for episode in episodes], np.int64),
+        "turns": np.array([len(episode.turn_ends) for episode in episodes], np.int64),
+        "has_values": np.array([episode.values is not None for episode in episodes], bool),
+        "values": join([episode.values for episode in episodes if episode.values is not None], np.float32),
+        "image_counts": np.array([-1 if e.images is None else len(e.images) for e in episodes], np.int64),
+        "image_shapes": np.array([image.shape for image in images], np.int64).reshape(-1, 3),
+        "image_bytes": join([image.reshape(-1) for image in images], np.uint8),
+        "info": [episode.info for episode in episodes],
+    }
+    packed |= {name: np.array([getattr(episode, name) for episode in episodes]) for name in SCALAR_FIELDS}
+    fields = (TOKEN_FIELDS | TURN_FIELDS).items()
+    return packed | {name: join([getattr(episode, name) for episode in episodes], dtype) for name, dtype in fields}
+
+
+def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
+    """The inverse of `pack_episodes`."""
+
+    def split(array: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        ends = np.cumsum(lengths).tolist()
+        return [array[start:end] for start, end in zip([0] + ends, ends)]  # views: Episode copies them
+
+    columns = {name: split(packed[name], packed["lengths"]) for name in TOKEN_FIELDS}
+    columns |= {name: split(packed[name], packed["turns"]) for name in TURN_FIELDS}
+    columns |= {name: packed[name].tolist() for name in SCALAR_FIELDS} | {"info": packed["info"]}
+    values = split(packed["values"], packed["lengths"] * packed["has_values"])
+    columns["values"] = [value if has else None for value, has in zip(values, packed["has_values"])]
+    shapes = packed["image_shapes"]
+    flat_images = split(packed["image_bytes"], shapes.prod(axis=1))
+    images = iter([flat.reshape(shape) for flat, shape in zip(flat_images, shapes)])
+    counts = packed["image_counts"].tolist()
+    columns["images"] = [None if count < 0 else list(islice(images, count)) for count in counts]
+    return [Episode(**dict(zip(columns, row))) for row in zip(*columns.values())]
+
+
+# ------------------------------------------------------------------------------------------------ the sum tree
+
+
+class SumTree:
+    """Non-negative float64 leaves and, level above level, the sums of blocks of WIDTH of them: `set` and `find` touch
+    WIDTH numbers a level, TOP at the top. Sums are added up anew, never corrected by a difference: no error builds up.
+    """
+
+    WIDTH, TOP = 64, 16_384
+
+    def __init__(self, leaves: np.ndarray):
+        self.levels = [leaves]
+        while len(self.levels[-1]) > self.TOP:
+            lower = self.levels[-1]
+            self.levels[-1] = lower = np.concatenate([lower, np.zeros(-len(lower) % self.WIDTH)])
+            self.levels.append(lower.reshape(-1, self.WIDTH).sum(axis=1))
+        self.leaves, self.top = self.levels[0], None  # top: cumulative sums of the last level, when needed
+
+    @property
+    def total(self) -> float:
+        if self.top is None:
+            self.top = np.cumsum(self.levels[-1])
+        return self.top[-1] if len(self.top) else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(sys.getsizeof(level) for level in self.levels)
+
+    def set(self, indices: np.ndarray, values: np.ndarray | float) -> None:
+        self.leaves[indices], self.top = values, None
+        for lower, upper in zip(self.levels, self.levels[1:]):
+            indices = indices // self.WIDTH
+            upper[indices] = lower.reshape(-1, self.WIDTH)[indices].sum(axis=1)
+
+    def find(self, targets: np.ndarray) -> np.ndarray:
+        """For each target the smallest index whose cumulative sum is strictly greater: never a leaf of zero."""
+        targets = np.minimum(targets, np.nextafter(self.total, 0))  # rounding must not lead past the last leaf
+        indices, sums, rows = np.searchsorted(self.top, targets, side="right"), self.top[None], np.zeros(1, np.int64)
+        children = indices
+        for lower in self.levels[-2::-1]:
+            targets = targets - np.where(children > 0, sums[rows, children - 1], 0.0)
+            sums, rows = np.cumsum(lower.reshape(-1, self.WIDTH)[indices], axis=1), np.arange(len(targets))
+            targets = np.minimum(targets, np.nextafter(sums[:, -1], 0))
+            children = np.count_nonzero(sums <= targets[:, None], axis=1)
+            indices = indices * self.WIDTH + children
+        return indices
+
+
+# -------------------------------------------------------------------------------------------------- the buffer
+
+
+@dataclass
+class ReplaySample:
+    """A drawn batch of n entries; with unit="group" every row of a group repeats the values of its entry."""
+
+    ids: np.ndarray  # (n,) int64
+    episodes: list[Episode]
+    weights: np.ndarray  # (n,) float32 importance weights, the largest of the batch is 1
+    ages: np.ndarray  # (n,) int64, step - birthday
+    probabilities: np.ndarray  # (n,) P(i), as in `ReplayBuffer.probabilities`
+    inclusion: np.ndarray  # (n,) pi, the expected number of times that the entry is in a batch of this size
+    steps_since_last_use: np.ndarray  # (n,) int64; -1: never used before; 0: again in the same batch
+
+
+class ReplayBuffer:
+    """Past episodes, drawn by priority and age; `sample` defines the draws and the importance weights.
+
+    capacity         entries kept, the best ones by `eviction`; an entry is an episode or a whole prompt group (`unit`)
+    sampler          prioritized | uniform | newest | never_used_first | positive_bias (arXiv 2604.08706: the freshest
+                     (1-delta)·N entries and the freshest delta·N correct ones outside them, delta = positive_fraction;
+                     with fewer correct ones the buffer is smaller). All but prioritized: weights of 1, no repeats.
+    priority         reward |score|+eps | advantage mean |A| over action tokens+eps | td_error (given to `add`) |
+                     group_std of the scores of the group+eps | uniform 1
+    alpha, tau       P(i) ∝ (p_i · exp(-age_i/tau))^alpha; tau=inf is PER, alpha=0 uniform; unit of tau: that of `step`.
+                     The half-life of the sampling weight is tau · ln 2 / alpha.
+    beta, beta_end, beta_steps    importance exponent, annealed linearly over beta_steps draws (None: it stays at beta)
+    insert_priority  base | max: the largest real base of the live entries, until the first draw (Schaul et al., 2016)
+    eviction         fifo: the oldest birthday leaves | lowest_priority: the lowest p · exp(-age/tau), then oldest id
+    draw             systematic (no repeats) | stratified | iid
+    is_includes_age  see `sample`
+    max_age          older entries are dropped and counted
+    positive_advantage_only    a correct entry of positive_bias must also have a non-zero advantage
+    fresh_fraction   share of a batch taken from the newest entries; the sampler draws the rest from the others
+    min_size         `sample` refuses below this many entries (ask `ready`)
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sampler: str = "prioritized",
+        priority: str = "advantage",
+        alpha: float = 0.6,
+        tau: float = 500.0,
+        beta: float = 0.4,
+        beta_end: float = 1.0,
+        beta_steps: int | None = None,
+        eps: float = 0.01,
+        insert_priority: str = "base",
+        eviction: str = "fifo",
+        unit: str = "episode",
+        draw: str = "systematic",
+        is_includes_age: bool = False,
+        max_age: int | None = None,
+        positive_fraction: float = 0.0,
+        positive_advantage_only: bool = False,
+        fresh_fraction: float = 0.0,
+        min_size: int = 0,
+        seed: int = 0,
+    ):
+        self.config = {name: value for name, value in locals().items() if name != "self"}
+        for name in ("beta", "beta_end", "positive_fraction", "fresh_fraction"):
+            require(0 <= self.config[name] <= 1, f"{name} is {self.config[name]}; it must lie between 0 and 1")
+        for name, low in {"capacity": 1, "alpha": 0, "eps": 0, "beta_steps": 1, "max_age": 0, "min_size": 0}.items():
+            value = self.config[name]
+            require(value is None or low <= value < math.inf, f"{name}={value} must be finite and at least {low}")
+        require(min_size <= capacity, f"min_size={min_size} is larger than capacity={capacity}")
+        if sampler == "positive_bias":
+            require(eviction == "fifo", f"sampler='positive_bias' has its own eviction; drop eviction={eviction!r}")
+        else:
+            require(positive_fraction == 0, f"positive_fraction={positive_fraction} needs sampler='positive_bias'")
+        self.sampler = one_of("sampler", sampler, SAMPLERS)
+        self.priority = one_of("priority", priority, PRIORITIES)
+        self.insert_priority = one_of("insert_priority", insert_priority, ("base", "max"))
+        self.eviction = one_of("eviction", eviction, ("fifo", "lowest_priority"))
+        self.unit = one_of("unit", unit, ("episode", "group"))
+        self.draw = one_of("draw", draw, ("systematic", "stratified", "iid"))
+        self.capacity, self.min_size, self.eps, self.alpha = capacity, min_size, eps, float(alpha)
+        self.beta_start, self.beta_end, self.beta_steps = beta, beta_end, beta_steps
+        self.is_includes_age, self.fresh_fraction = is_includes_age, fresh_fraction
+        self.max_age = math.inf if max_age is None else max_age
+        self.positive_capacity = round(positive_fraction * capacity)
+        self.positive_advantage_only = positive_advantage_only
+        self.rng = np.random.default_rng(seed)
+
+        # An entry lives in a slot. Free slots have id -1, priority 0 and no members.
+        self.next_id, self.free = 0, []
+        self.first_id, self.slot_of = 0, np.full(1, -1, np.int32)  # slot of id first_id + i or -1: left; the last is -1
+        self.members: list[tuple[Episode, ...]] = []
+        self.id, self.birthday, self.last_use, self.uses = (np.zeros(0, np.int64) for _ in range(4))
+        self.log_base, self.real_log_base = np.zeros(0), np.zeros(0)  # in force; real: differs until a "max" is drawn
+        self.correct, self.bytes = np.zeros(0, bool), np.zeros(0, np.int64)
+        self.tree = SumTree(np.zeros(0))  # folded weights
+        self.base_birthday, self.shift = 0, 0.0  # their scale, see `_log_weights`
+        self.positive = 0  # entries of positive priority
+        self.newest_birthday = -(2**62)
+        self.set_tau(tau)
+        names = ("added", "draws", "drawn", "first_uses", "reuse_gap", "evicted", "evicted_unused", "retired_uses")
+        self.counts = dict.fromkeys(names + ("dropped_by_age", "dropped_by_age_tokens", "stale_updates"), 0)
+
+    def __len__(self) -> int:
+        return len(self.members) - len(self.free)
+
+    @property
+    def beta(self) -> float:
+        progress = min(1.0, self.counts["draws"] / self.beta_steps) if self.beta_steps else 0.0
+        return self.beta_start + (self.beta_end - self.beta_start) * progress
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the buffer holds, episodes and Python objects included."""
+        index = sys.getsizeof(self.members) + sys.getsizeof(self.free) + self.slot_of.nbytes + self.tree.nbytes
+        return int(self.bytes.sum()) + index + sum(getattr(self, name).nbytes for name in SLOT_ARRAYS)
+
+    # -------------------------------------------------------------------------------------------- adding, evicting
+
+    def add(self, episodes: list[Episode], step: int, birthdays: Any = None, base: Any = None) -> np.ndarray:
+        """Store episodes, evict what is beyond capacity, and return the id of each episode's entry, (B,) int64.
+
+        birthdays: (B,) integers in the unit of `step`; default `episode.policy_step`. base: (B,) final base priorities,
+        instead of those that `priority` computes. A group is added in one call; it is as old as its oldest member, and
+        its base is their mean.
+        """
+        step = operator.index(step)
+        for episode in episodes:
+            episode.validate()
+        birthdays = np.array([e.policy_step for e in episodes] if birthdays is None else birthdays)
+        require(birthdays.shape == (len(episodes),), f"birthdays has shape {birthdays.shape}, not ({len(episodes)},)")
+        base = self._base_priorities(episodes) if base is None else _checked_priorities(base, len(episodes))
+        if not episodes:
+            return np.zeros(0, np.int64)
+        require(birthdays.dtype.kind in "iu", f"birthdays has dtype {birthdays.dtype}; it must be of integers")
+        require(birthdays.max() <= step, f"birthday {birthdays.max()} is later than step={step}")
+        correct = np.array([self._is_correct(episode) for episode in episodes])
+
+        entries = _rows_by_group(episodes) if self.unit == "group" else [[row] for row in range(len(episodes))]
+        if self.unit == "group":
+            base = np.array([base[rows].mean() for rows in entries])
+            birthdays = np.array([birthdays[rows].min() for rows in entries])
+            correct = np.array([correct[rows].any() for rows in entries])
+        if len(self.free) < len(entries):
+            self._grow(len(entries))
+        slots = np.array([self.free.pop() for _ in entries])
+        ids = np.arange(self.next_id, self.next_id + len(entries))
+        self._name(slots, ids)
+        self.newest_birthday = max(self.newest_birthday, int(birthdays.max()))
+        # ALGO LOGIC: the first priority of a new entry
+        real = _log(base)
+        largest = self.real_log_base.max(initial=-math.inf)
+        first = real if self.insert_priority == "base" else np.full(len(real), largest if largest > -math.inf else 0.0)
+        self.id[slots], self.birthday[slots], self.correct[slots] = ids, birthdays, correct
+        self.last_use[slots], self.uses[slots] = 0, 0
+        self._set_log_base(slots, first, real)
+        for rows, slot in zip(entries, slots.tolist()):
+            self.members[slot] = tuple(episodes[row] for row in rows)
+            self.bytes[slot] = sys.getsizeof(self.members[slot]) + sum(episode.nbytes for episode in self.members[slot])
+        self.counts["added"] += len(entries)
+        self._remove(self._expired(step), "dropped_by_age")
+        self._remove(self._beyond_capacity(), "evicted")
+
+        id_of_row = np.empty(len(episodes), np.int64)
+        for rows, id in zip(entries, ids):
+            id_of_row[rows] = id
+        return id_of_row
+
+    def _base_priorities(self, episodes: list[Episode]) -> np.ndarray:
+        if self.priority == "uniform" or (self.sampler != "prioritized" and self.eviction != "lowest_priority"):
+            return np.ones(len(episodes))
+        # ALGO LOGIC: base priorities
+        if self.priority == "reward":
+            return np.array([abs(episode.score) for episode in episodes]) + self.eps
+        if self.priority == "advantage":
+            return np.array([_mean_abs_advantage(episode) for episode in episodes]) + self.eps
+        require(self.priority == "group_std", "priority='td_error' needs add(..., base=mean |TD error| an episode)")
+        std = np.empty(len(episodes))
+        for rows in _rows_by_group(episodes):
+            std[rows] = np.std([episodes[row].score for row in rows])
+        return std + self.eps
+
+    def _is_correct(self, episode: Episode) -> bool:
+        if self.sampler != "positive_bias":
+            return False
+        require("success" in episode.info, "sampler='positive_bias' needs episode.info['success'], which is missing")
+        return bool(episode.info["success"]) and (not self.positive_advantage_only or bool(episode.advantages.any()))
+
+    def _grow(self, n: int) -> None:
+        old = len(self.id)
+        self._resize(max(old + n - len(self.free), min(2 * old, self.capacity + n)))
+        self.free = list(range(len(self.id) - 1, old - 1, -1)) + self.free
+        self._rescale()
+
+    def _resize(self, size: int) -> None:
+        empty = {"id": -1, "log_base": -math.inf, "real_log_base": -math.inf}
+        for name in SLOT_ARRAYS:
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.full(size - len(array), empty.get(name, 0), array.dtype)]))
+        self.members += [()] * (size - len(self.members))
+
+    def _name(self, slots: np.ndarray, ids: np.ndarray) -> None:
+        """Record the slots of new, consecutive ids; the map starts at the oldest id that is still here."""
+        self.next_id = int(ids[-1]) + 1
+        if self.next_id - self.first_id >= len(self.slot_of):
+            gone = int(np.argmax(self.slot_of >= 0)) if (self.slot_of >= 0).any() else int(ids[0]) - self.first_id
+            kept = self.slot_of[gone:]
+            self.slot_of = np.concatenate([kept, np.full(max(len(kept), len(ids)) + 1, -1, np.int32)])
+            self.first_id += gone
+        self.slot_of[ids - self.first_id] = slots
+
+    def _slots(self, ids: np.ndarray) -> np.ndarray:
+        """Slots of ids that were given out, -1 for those that have left."""
+        return self.slot_of[np.maximum(ids - self.first_id, -1)]
+
+    def _live(self) -> np.ndarray:
+        return np.flatnonzero(self.id >= 0)
+
+    def _lowest(self, slots: np.ndarray, keys: np.ndarray, n: int) -> np.ndarray:
+        """The n of `slots` with the smallest keys, O(N); among equal keys the smallest ids."""
+        if n <= 0 or n >= len(slots):
+            return slots[: max(n, 0)]
+        threshold = np.partition(keys, n - 1)[n - 1]
+        lower, ties = slots[keys < threshold], slots[keys == threshold]
+        return np.concatenate([lower, ties[np.argsort(self.id[ties])[: n - len(lower)]]])
+
+    def _newest(self, n: int) -> np.ndarray:
+        """Slots of the n newest entries."""
+        if n == 0:
+            return np.zeros(0, np.int64)
+        slots = self._live()
+        return np.setdiff1d(slots, self._lowest(slots, self.birthday[slots], len(slots) - n))
+
+    def _beyond_capacity(self) -> np.ndarray:
+        """The entries to evict: the same ones whether they came in one call or in many."""
+        excess = len(self) - self.capacity
+        # ALGO LOGIC: who leaves
+        if self.sampler == "positive_bias":
+            slots = self._live()
+            older = np.setdiff1d(slots, self._newest(self.capacity - self.positive_capacity))
+            wrong, correct = older[~self.correct[older]], older[self.correct[older]]
+            surplus = self._lowest(correct, self.birthday[correct], len(correct) - self.positive_capacity)
+            return np.concatenate([wrong, surplus])
+        if excess <= 0:
+            return np.zeros(0, np.int64)
+        slots = self._live()
+        keys = self.birthday[slots]
+        if self.eviction == "lowest_priority":
+            keys = self.log_base[slots] + (keys - keys.max()) / self.tau
+        return self._lowest(slots, keys, excess)
+
+    def _expired(self, step: int) -> np.ndarray:
+        if self.max_age == math.inf:
+            return np.zeros(0, np.int64)
+        return np.flatnonzero((self.id >= 0) & (step - self.birthday > self.max_age))
+
+    def _remove(self, slots: np.ndarray, reason: str) -> None:
+        if not len(slots):
+            return
+        self.counts[reason] += len(slots)
+        self.counts["retired_uses"] += int(self.uses[slots].sum())
+        if reason == "evicted":
+            self.counts["evicted_unused"] += int(np.count_nonzero(self.uses[slots] == 0))
+        else:
+            self.counts["dropped_by_age_tokens"] += sum(len(e.tokens) for slot in slots for e in self.members[slot])
+        self.positive -= int(np.count_nonzero(np.isfinite(self.log_base[slots])))
+        self.slot_of[self.id[slots] - self.first_id] = -1
+        for slot in slots.tolist():
+            self.members[slot] = ()
+        self.id[slots], self.log_base[slots], self.real_log_base[slots], self.bytes[slots] = -1, -math.inf, -math.inf, 0
+        self.tree.set(slots, 0.0)
+        self.free += slots.tolist()
+
+    # ---------------------------------------------------------------------------------------------- priorities
+
+    def update_priorities(self, ids: Any, base: Any) -> int:
+        """Set final base priorities (n,), without eps; birthdays stay. Repeated ids get their mean. Ids whose entry has
+        left are skipped and counted as stale; ids never given out are an error. Returns how many ids applied.
+        """
+        ids = np.asarray(ids)
+        base = _checked_priorities(base, len(ids))
+        if not len(ids):
+            return 0
+        if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.next_id:
+            raise ValueError(f"ids {ids} must be integers that `add` gave out: 0..{self.next_id - 1}")
+        slots = self._slots(ids)
+        alive = slots >= 0
+        applied = int(np.count_nonzero(alive))
+        self.counts["stale_updates"] += len(ids) - applied
+        if applied < len(ids) or len(set(ids.tolist())) < len(ids):
+            slots, inverse, repeats = np.unique(slots[alive], return_inverse=True, return_counts=True)
+            base = np.bincount(inverse, base[alive]) / repeats
+        if applied:
+            log_base = _log(base)
+            self._set_log_base(slots, log_base, log_base)
+        return applied
+
+    def set_tau(self, tau: float) -> None:
+        """Change the decay; all folded weights are rebuilt from log p and birthday."""
+        require(not isinstance(tau, str), f"tau={tau!r} is not a number; train.py resolves 'auto', by set_tau")
+        require(tau > 0, f"tau is {tau}; it must be positive (inf: no decay)")
+        self.tau = float(tau)
+        self._rescale()
+
+    def _set_log_base(self, slots: np.ndarray, log_base: np.ndarray, real: np.ndarray) -> None:
+        """For slots without repeats, whose id and birthday are set."""
+        before = np.count_nonzero(np.isfinite(self.log_base[slots]))
+        self.positive += int(np.count_nonzero(np.isfinite(log_base)) - before)
+        self.log_base[slots], self.real_log_base[slots] = log_base, real
+        log_weights = self._log_weights(slots)
+        if log_weights.max() > 200:  # far from overflow, which is at 709
+            self._rescale()
+        else:
+            self.tree.set(slots, np.exp(log_weights))
+
+    def _log_weights(self, slots: np.ndarray) -> np.ndarray:
+        """alpha · (log p + (birthday - base_birthday)/tau) - shift. Birthdays are subtracted as integers: birthday/tau
+        alone would lose digits once it is large.
+        """
+        if self.alpha == 0:
+            return np.zeros(len(slots))
+        return self.alpha * (self.log_base[slots] + (self.birthday[slots] - self.base_birthday) / self.tau) - self.shift
+
+    def _rescale(self, without: np.ndarray | None = None) -> None:
+        """Rebuild the folded weights so that the largest is 1; entries in the slots `without` get weight 0."""
+        leaves, slots = np.zeros(len(self.id)), self._live()
+        if without is not None:
+            slots = np.setdiff1d(slots, without)
+        if len(slots):
+            self.base_birthday, self.shift = int(self.birthday[slots].max()), 0.0
+            log_weights = self._log_weights(slots)
+            self.shift = max(float(log_weights.max()), -1e300)  # all priorities may be 0
+            leaves[slots] = np.exp(log_weights - self.shift)
+        self.tree = SumTree(leaves)
+
+    def probabilities(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, P), ids ascending: the distribution of a single draw at `step` over the live entries, exact."""
+        slots = np.setdiff1d(self._live(), self._expired(step))
+        require(len(slots) > 0, "the buffer is empty; there is no sampling distribution")
+        slots = slots[np.argsort(self.id[slots])]
+        if self.sampler == "prioritized":
+            log_weights = self._log_weights(slots)
+            require(log_weights.max() > -math.inf, "every priority is 0: there is no mass to sample from")
+            mass = np.exp(log_weights - log_weights.max())
+        elif self.sampler == "newest":
+            mass = np.isin(slots, self._newest(1))
+        elif self.sampler == "never_used_first" and not self.uses[slots].all():
+            mass = self.uses[slots] == 0
+        else:
+            mass = np.ones(len(slots))
+        return self.id[slots], mass / mass.sum()
+
+    # ------------------------------------------------------------------------------------------------- drawing
+
+    def ready(self, n: int, step: int) -> bool:
+        """True if `sample(n, step)` would succeed."""
+        return self._refusal(n, step, self._expired(step)) is None
+
+    def _refusal(self, n: int, step: int, expired: np.ndarray) -> str | None:
+        """Why a batch of n cannot be drawn at `step`, or None."""
+        n_fresh = round(self.fresh_fraction * n)
+        size = len(self) - len(expired)
+        repeats = self.sampler == "prioritized" and self.draw != "systematic"
+        if n < 1:
+            return f"n is {n}; it must be at least 1"
+        if size < max(1, self.min_size):
+            return f"the buffer is empty or below min_size={self.min_size}: it holds {size} entries"
+        if step < self.newest_birthday:
+            return f"step={step} is earlier than a birthday, {self.newest_birthday}"
+        if n > size and not (repeats and n_fresh <= size):
+            return f"n={n} is larger than the buffer, {size} entries, and entries do not repeat"
+        if self.sampler == "prioritized" and self.alpha > 0 and n > n_fresh:
+            out = np.union1d(expired, self._newest(n_fresh)) if n_fresh or len(expired) else expired
+            positive = self.positive - np.count_nonzero(self.log_base[out] > -math.inf)
+            needed = 1 if repeats else n - n_fresh
+            if positive < needed:
+                return f"n={n} needs {needed} entries of positive mass besides {n_fresh} fresh ones, not {positive}"
+        return None
+
+    def sample(self, n: int, step: int) -> ReplaySample:
+        """Draw n entries (episodes or groups) at `step`, in random order.
+
+        systematic: one random offset u, targets (u + k)·S/n over the cumulative mass S. An entry whose expected count
+        n·w/S reaches 1 is taken once and removed, and the rest is drawn again from the others: nothing repeats, and the
+        inclusion probability pi is exactly 1 for those, n'·w/S' for the others (n', S': what is left).
+        stratified: one target in each n-th of S (the paper's). iid: n independent targets. For both pi is n·P.
+
+        weights are (N·pi/n)^-beta, over their largest in the batch. At beta=1, with is_includes_age, the mean of x
+        times the unnormalised weights estimates the uniform mean of x over the buffer: freshness is cancelled. Without
+        (the default) pi is first divided by the age factor exp(-alpha·age/tau), and the self-normalised mean estimates
+        the mean weighted by that factor: the base priority is undone, freshness is kept.
+        """
+        n, step = operator.index(n), operator.index(step)
+        expired = self._expired(step)
+        refusal = self._refusal(n, step, expired)
+        if refusal:
+            raise ValueError(f"cannot sample: {refusal}")
+        self._remove(expired, "dropped_by_age")
+        if self.tree.total < 1e-200:
+            self._rescale()
+
+        fresh = self._newest(round(self.fresh_fraction * n))
+        slots, inclusion = self._draw(n - len(fresh), fresh)
+        ages = step - self.birthday[slots]
+        if self.sampler == "prioritized":
+            probabilities = self.tree.leaves[slots] / self.tree.total
+            log_pi = np.log(inclusion) if self.is_includes_age else np.log(inclusion) + self.alpha / self.tau * ages
+            weights = np.exp(self.beta * (log_pi.min() - log_pi)).astype(np.float32)
+        else:
+            probabilities, weights = inclusion / n, np.ones(n, np.float32)
+        ids, gaps = self.id[slots], self._count_uses(slots, step)
+
+        members = list(map(self.members.__getitem__, slots.tolist()))
+        columns = (weights, ages, probabilities, inclusion, gaps)
+        if self.unit == "group":
+            rows = np.repeat(np.arange(n), [len(group) for group in members])
+            ids, columns = ids[rows], [column[rows] for column in columns]
+        return ReplaySample(ids, list(chain.from_iterable(members)), *columns)
+
+    def _draw(self, n: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`taken` and n slots besides, and the expected number of times that each is drawn."""
+        # ALGO LOGIC: sampling rules
+        if self.sampler == "prioritized":
+            return self._draw_prioritized(n, taken)
+        if self.sampler == "newest":
+            return self._shuffled(self._newest(n + len(taken)), np.ones(n + len(taken)))
+        slots = np.setdiff1d(self._live(), taken)
+        unused = self.uses[slots] == 0 if self.sampler == "never_used_first" else np.ones(len(slots), bool)
+        first, others = slots[unused], slots[~unused]
+        n_first = min(n, len(first))
+        n_others = n - n_first
+        drawn = [self.rng.choice(first, n_first, replace=False), self.rng.choice(others, n_others, replace=False)]
+        inclusion = [1.0, n_first / max(1, len(first)), n_others / max(1, len(others))]
+        return self._shuffled(np.concatenate([taken, *drawn]), np.repeat(inclusion, [len(taken), n_first, n_others]))
+
+    def _draw_prioritized(self, n: int, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        out, parts, underflow = taken, [], False
+        if len(out):
+            parts.append((taken, np.ones(len(taken))))
+            self.tree.set(out, 0.0)
+        while n > 0:
+            total = self.tree.total
+            if total < 1e-200:  # what is left is too small beside what is out: scale it up
+                self._rescale(without=out)
+                total, underflow = self.tree.total, True
+            if self.draw == "iid":
+                targets = self.rng.random(n) * total
+            else:
+                targets = (np.arange(n) + self.rng.random(None if self.draw == "systematic" else n)) * (total / n)
+            slots = self.tree.find(targets)[self.rng.permutation(n)]
+            expected = self.tree.leaves[slots] * (n / total)
+            certain = expected >= 1 - 1e-9
+            if self.draw != "systematic" or not certain.any():
+                parts.append((slots, expected))
+                break
+            certain = np.unique(slots[certain])
+            parts.append((certain, np.ones(len(certain))))
+            self.tree.set(certain, 0.0)
+            out = np.concatenate([out, certain])
+            n -= len(certain)
+        if underflow:
+            self._rescale()
+        elif len(out):
+            self.tree.set(out, np.exp(self._log_weights(out)))
+        return self._shuffled(*map(np.concatenate, zip(*parts))) if len(out) else parts[0]
+
+    def _shuffled(self, slots: np.ndarray, inclusion: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        order = self.rng.permutation(len(slots))
+        return slots[order], inclusion[order]
+
+    def _count_uses(self, slots: np.ndarray, step: int) -> np.ndarray:
+        """Count a batch's uses; returns each row's steps since its last use (arXiv 2604.08706, see `ReplaySample`)."""
+        uses = self.uses[slots]
+        gaps = np.where(uses > 0, step - self.last_use[slots], -1)
+        self.uses[slots] = uses + 1
+        if self.draw != "systematic":
+            again = np.ones(len(slots), bool)
+            again[np.unique(slots, return_index=True)[1]] = False
+            gaps[again] = 0
+            np.add.at(self.uses, slots[again], 1)
+        self.last_use[slots] = step
+        first_uses = int(np.count_nonzero(gaps < 0))
+        self.counts["draws"] += 1
+        self.counts["drawn"] += len(slots)
+        self.counts["first_uses"] += first_uses
+        self.counts["reuse_gap"] += int(gaps.sum()) + first_uses
+        if self.insert_priority == "max":
+            waiting = np.unique(slots[self.log_base[slots] != self.real_log_base[slots]])
+            if len(waiting):
+                self._set_log_base(waiting, self.real_log_base[waiting], self.real_log_base[waiting])
+        return gaps
+
+    # ----------------------------------------------------------------------------------------- stats, state, files
+
+    def stats(self, step: int) -> dict[str, float | int | None]:
+        """Plain numbers, None where undefined; ages in the unit of `step`, entropy in nats (uniform: log size)."""
+        counts, slots, finite = self.counts, self._live(), 0 < self.alpha and self.tau < math.inf
+        retired = counts["evicted"] + counts["dropped_by_age"]
+        stats: dict[str, float | int | None] = {
+            "size": len(self),
+            "episodes": sum(len(members) for members in self.members),
+            "fill": len(self) / self.capacity,
+            "bytes": self.nbytes,
+            "tau": self.tau if self.tau < math.inf else None,
+            "sampling_half_life": self.tau * math.log(2) / self.alpha if finite else None,
+            "beta": self.beta,
+            "added_total": counts["added"],
+            "drawn_total": counts["drawn"],
+            "replay_ratio": _ratio(counts["drawn"], counts["added"]),
+            "new_fraction": _ratio(counts["first_uses"], counts["drawn"]),
+            "steps_since_last_use_mean": _ratio(counts["reuse_gap"], counts["drawn"] - counts["first_uses"]),
+            "evicted_total": counts["evicted"],
+            "evicted_unused_total": counts["evicted_unused"],
+            "evicted_unused_fraction": _ratio(counts["evicted_unused"], counts["evicted"]),
+            "uses_of_retired_mean": _ratio(counts["retired_uses"], retired),
+            "dropped_by_age_total": counts["dropped_by_age"],
+            "dropped_by_age_tokens_mean": _ratio(counts["dropped_by_age_tokens"], counts["dropped_by_age"]),
+            "stale_updates_total": counts["stale_updates"],
+        }
+        names = ("age_mean", "age_p50", "age_p95", "age_max", "uses_mean", "priority_min", "priority_max")
+        stats |= dict.fromkeys(names + ("correct_fraction", "priority_entropy", "newest_mass"))
+        if not len(slots):
+            return stats
+        ages, base = step - self.birthday[slots], np.exp(self.log_base[slots])
+        quantiles = np.percentile(ages, (50, 95, 100))
+        values = (ages.mean(), *quantiles, self.uses[slots].mean(), base.min(), base.max())
+        stats |= {name: float(value) for name, value in zip(names, values)}
+        if self.sampler == "positive_bias":
+            stats["correct_fraction"] = float(self.correct[slots].mean())
+        young = slots[ages <= self.max_age]
+        if len(young) and (self._log_weights(young).max() > -math.inf or self.sampler != "prioritized"):
+            ids, p = self.probabilities(step)
+            birthdays = self.birthday[self._slots(ids)]
+            stats["priority_entropy"] = float(-(p[p > 0] * np.log(p[p > 0])).sum())
+            stats["newest_mass"] = float(p[birthdays == birthdays.max()].sum())
+        return stats
+
+    def check_valid(self) -> None:
+        """Assert every invariant that ties the parts together, O(N)."""
+        slots, counts = self._live(), self.counts
+        np.testing.assert_array_equal(self._slots(self.id[slots]), slots)
+        assert np.count_nonzero(self.slot_of >= 0) == len(slots) == len(self), "the map of ids has dead ones"
+        assert sorted(self.free + slots.tolist()) == list(range(len(self.id))), "a slot is lost, or free twice"
+        assert len(self) <= self.capacity, f"{len(self)} entries, capacity {self.capacity}"
+        assert all(bool(members) == (id >= 0) for members, id in zip(self.members, self.id)), "a slot without episodes"
+        assert self.positive == np.count_nonzero(self.log_base > -math.inf), f"positive={self.positive} is wrong"
+        weights = np.zeros(len(self.tree.leaves))
+        weights[slots] = np.exp(self._log_weights(slots))
+        np.testing.assert_allclose(self.tree.leaves, weights, rtol=1e-12)
+        for level, rebuilt in zip(self.tree.levels, SumTree(self.tree.leaves.copy()).levels, strict=True):
+            np.testing.assert_array_equal(level, rebuilt)
+        assert counts["drawn"] == self.uses[slots].sum() + counts["retired_uses"], "uses do not add up"
+        assert counts["added"] == len(self) + counts["evicted"] + counts["dropped_by_age"], "entries do not add up"
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the state: JSON-able values and plain arrays. Slots are part of it, so that draws continue exactly."""
+        slots = self._live()
+        members = [self.members[slot] for slot in slots.tolist()]
+        state = {name: getattr(self, name)[slots] for name in SLOT_ARRAYS}
+        state |= {"slots": slots, "free": np.array(self.free, np.int64)}
+        state["sizes"] = np.array([len(group) for group in members], np.int64)
+        packed = pack_episodes([episode for group in members for episode in group])
+        state |= {f"episodes/{name}": value for name, value in packed.items()}
+        state |= {name: getattr(self, name) for name in STATE_VALUES}
+        return state | {"config": dict(self.config), "counts": dict(self.counts), "rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the `state_dict()` of a buffer with the same arguments; beta_steps may differ (longer run), and
+        tau becomes the saved one.
+        """
+        for name, value in self.config.items():
+            saved = state["config"][name]
+            same = value == saved or name in ("tau", "beta_steps", "seed")
+            require(same, f"the saved buffer has {name}={saved!r}, this one {name}={value!r}")
+        packed = {name.partition("/")[2]: value for name, value in state.items() if name.startswith("episodes/")}
+        episodes = iter(unpack_episodes(packed))
+        slots = state["slots"]
+        self.__init__(**self.config)
+        self._resize(len(slots) + len(state["free"]))
+        for name in SLOT_ARRAYS:
+            getattr(self, name)[slots] = state[name]
+        for name in STATE_VALUES:
+            setattr(self, name, state[name])
+        self.free, self.counts = state["free"].tolist(), dict(state["counts"])
+        self.rng.bit_generator.state = state["rng"]
+        self.first_id = int(self.id[slots].min(initial=self.next_id))
+        self.slot_of = np.full(self.next_id - self.first_id + 1, -1, np.int32)
+        self.slot_of[self.id[slots] - self.first_id] = slots
+        for slot, size in zip(slots.tolist(), state["sizes"].tolist()):
+            self.members[slot] = tuple(islice(episodes, size))
+        leaves = np.zeros(len(self.id))
+        leaves[slots] = np.exp(self._log_weights(slots))
+        self.tree = SumTree(leaves)
+
+    def save(self, folder: str | Path) -> None:
+        """Write buffer.json and the .npz that it names into `folder`; a crash leaves the earlier pair whole."""
+        folder, state = Path(folder), self.state_dict()
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+        values = {name: value for name, value in state.items() if name not in arrays}
+        values["arrays"] = f"buffer-{secrets.token_hex(4)}.npz"
+        with open(folder / values["arrays"], "wb") as file:
+            np.savez(file, **arrays)
+        (folder / "buffer.json.tmp").write_text(json.dumps(values))
+        os.replace(folder / "buffer.json.tmp", folder / "buffer.json")
+        for old in folder.glob("buffer-*.npz"):
+            if old.name != values["arrays"]:
+                old.unlink()
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "ReplayBuffer":
+        """The buffer that `save(folder)` wrote."""
+        state = json.loads((Path(folder) / "buffer.json").read_text())
+        with np.load(Path(folder) / state["arrays"], allow_pickle=False) as arrays:
+            state |= dict(arrays)
+        buffer = cls(**state["config"])
+        buffer.load_state_dict(state)
+        return buffer
+
+
+def _checked_priorities(base: Any, n: int) -> np.ndarray:
+    base = np.asarray(base, np.float64)
+    require(base.shape == (n,), f"base has shape {base.shape}, not ({n},)")
+    _require_all((base >= 0) & (base < math.inf), "base", base, "a priority must be finite and at least 0")
+    return base
+
+
+def _log(base: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore"):  # a priority of 0 is never drawn
+        return np.log(base)
+
+
+def _rows_by_group(episodes: list[Episode]) -> list[list[int]]:
+    groups: dict[int, list[int]] = {}
+    for row, episode in enumerate(episodes):
+        groups.setdefault(episode.group_id, []).append(row)
+    return list(groups.values())
+
+
+def _mean_abs_advantage(episode: Episode) -> float:
+    actions = np.count_nonzero(episode.action_mask)
+    return float(np.abs(episode.advantages).sum(dtype=np.float64)) / actions if actions else 0.0
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+# ------------------------------------------------------------------------------------------------ tau="auto"
+
+
+def sequence_kl(log_ratios: np.ndarray) -> np.ndarray:
+    """(B,) estimates whose mean is KL(behaviour || current), from (B,) log current/behaviour of whole episodes.
+
+    k3 = r - 1 - log r while the ratios are mild (root mean square of log r at most 1), else k1 = -log r, whose variance
+    does not explode. Take the mean, not a median: both estimators are skewed.
+    """
+    log_ratios = np.asarray(log_ratios, np.float64)
+    mild = np.mean(log_ratios**2) <= 1
+    return np.expm1(log_ratios) - log_ratios if mild else -log_ratios
+
+
+class DriftEstimator:
+    """tau = 1/c from the drift KL(behaviour || current) = k0 + c · age (the argument of FreshPER for its tau).
+
+    Feed it a uniform probe of recent episodes, stored or not: a prioritised draw is selected on the outcome and biases
+    every KL estimate. Smoothed by fitting the last `window` batches together; tau is bounded to [tau_min, tau_max].
+    """
+
+    def __init__(self, window: int = 20, min_rows: int = 64, tau_min: float = 1.0, tau_max: float = 1e5):
+        require(window >= 1 and min_rows >= 2, f"window={window} must be at least 1 and min_rows={min_rows} at least 2")
+        require(0 < tau_min <= tau_max, f"tau_min={tau_min} must be positive and at most tau_max={tau_max}")
+        self.min_rows, self.tau_min, self.tau_max = min_rows, tau_min, tau_max
+        self.batches: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=window)
+
+    def add(self, ages: Any, kl: Any) -> None:
+        """One probe batch: ages (B,) and one KL estimate an episode (B,), see `sequence_kl`."""
+        ages, kl = np.array(ages, np.float64), np.array(kl, np.float64)
+        require(ages.shape == kl.shape == (ages.size,), f"ages {ages.shape} and kl {kl.shape} must have one shape (B,)")
+        require(bool(np.isfinite(kl).all() and np.isfinite(ages).all()), "ages and kl must be finite")
+        self.batches.append((ages, kl))
+
+    def points(self) -> tuple[np.ndarray, np.ndarray]:
+        """(ages, kl) of the window, for the scatter plot."""
+        columns = zip(*self.batches) if self.batches else ((), ())
+        return tuple(np.concatenate([np.zeros(0), *column]) for column in columns)
+
+    def fit(self) -> dict[str, float] | None:
+        """{c, k0, r2, rows} of least squares weighted by 1/KL of the fit itself (the variance of a log-ratio grows with
+        KL), k0 >= 0 as a KL is; None with fewer than min_rows rows or a single age.
+        """
+        ages, kl = self.points()
+        if len(ages) < self.min_rows or ages.min() == ages.max():
+            return None
+        weights = np.ones(len(ages))
+        for _ in range(4):
+            mean_age, mean_kl = np.average(ages, weights=weights), np.average(kl, weights=weights)
+            c = (weights * (ages - mean_age) * kl).sum() / (weights * (ages - mean_age) ** 2).sum()
+            k0 = mean_kl - c * mean_age
+            if k0 < 0:
+                k0, c = 0.0, (weights * ages * kl).sum() / (weights * ages**2).sum()
+            weights = 1 / np.maximum(k0 + c * ages, 0.1 * abs(kl.mean()) + 1e-12)
+        spread = ((kl - kl.mean()) ** 2).sum()
+        r2 = 1 - ((kl - k0 - c * ages) ** 2).sum() / spread if spread else 0.0
+        return {"c": float(c), "k0": float(k0), "r2": float(r2), "rows": len(ages)}
+
+    def tau(self) -> float | None:
+        """1/c within the bounds (tau_max if the policy does not drift), or None before there is enough to fit."""
+        fit = self.fit()
+        if fit is None:
+            return None
+        return min(max(1 / fit["c"], self.tau_min), self.tau_max) if fit["c"] > 0 else self.tau_max
+
+    def state_dict(self) -> dict[str, Any]:
+        ages, kl = self.points()
+        return {"ages": ages, "kl": kl, "lengths": np.array([len(ages) for ages, _ in self.batches], np.int64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ends = np.cumsum(state["lengths"])[:-1]
+        self.batches.clear()
+        if len(state["lengths"]):
+            self.batches.extend(zip(np.split(state["ages"], ends), np.split(state["kl"], ends)))
+
+
+# ------------------------------------------------------------------------------------------- which problem to ask
+
+
+ACTIVE, SOLVED, UNSOLVED = 0, 1, -1
+PROBLEM_ARRAYS = ("trials", "successes", "streak", "tried", "last_step")
+PROBLEM_COUNTS = ("calls", "retests", "regressed", "rescued")
+
+
+class ProblemSampler:
+    """Which of n problems to ask next: prioritised replay of problems (arXiv 2601.02648), fresh answers every time.
+
+    mode      uniform | heap (highest priority first, ties: least recently tried) | band (uniform over p in `band`) |
+              proportional P ∝ (priority + eps)^alpha | dots P ∝ exp(-|1 - p - target|/temperature) (arXiv 2506.05316)
+    priority  variance p(1-p) | mixed_group 1 - p^G - (1-p)^G with G = group_size
+    estimate  beta: p = (successes + prior)/(trials + 2 prior), counts multiplied by `decay` at a visit | raw: last rate
+    In heap and band, a problem with `pool_after` visits in a row all solved (or all failed) leaves for a pool; every
+    `retest_every` calls the `retest_slots` least recently tried of each pool are asked again, and return when mixed.
+    In every mode `floor_slots` of a call go to the least recently tried, so each problem is asked within
+    ceil(n / floor_slots) calls. Non-uniform asking changes the objective: report accuracy on the uniform distribution.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        mode: str = "heap",
+        priority: str = "variance",
+        group_size: int = 8,
+        estimate: str = "beta",
+        decay: float = 0.7,
+        prior: float = 1.0,
+        floor_slots: int = 1,
+        pool_after: int = 2,
+        retest_every: int = 5,
+        retest_slots: int = 1,
+        alpha: float = 1.0,
+        eps: float = 0.01,
+        band: tuple[float, float] = (0.25, 0.75),
+        target: float = 0.5,
+        temperature: float = 1e-3,
+        seed: int = 0,
+    ):
+        at_least_one = {"n": n, "floor_slots": floor_slots, "pool_after": pool_after, "retest_every": retest_every}
+        for name, value in at_least_one.items():
+            require(value >= 1, f"{name} is {value}; it must be at least 1")
+        require(retest_slots >= 0 and eps >= 0, f"retest_slots={retest_slots} and eps={eps} must be at least 0")
+        require(group_size >= 2, f"group_size is {group_size}; it must be at least 2")
+        require(0 <= decay <= 1 and prior > 0 and temperature > 0, f"decay={decay} must be in 0..1, prior={prior} and "
+                f"temperature={temperature} positive")  # fmt: skip
+        require(0 <= band[0] <= band[1] <= 1, f"band is {band}; it must be two rising success rates")
+        self.mode = one_of("mode", mode, ("uniform", "heap", "proportional", "band", "dots"))
+        self.priority = one_of("priority", priority, ("variance", "mixed_group"))
+        if one_of("estimate", estimate, ("beta", "raw")) == "raw":
+            decay, prior = 0.0, 0.0
+        self.n, self.group_size, self.decay, self.prior, self.floor_slots = n, group_size, decay, prior, floor_slots
+        self.pool_after, self.retest_every, self.retest_slots = pool_after, retest_every, retest_slots
+        self.alpha, self.eps, self.band, self.target, self.temperature = alpha, eps, tuple(band), target, temperature
+        self.rng = np.random.default_rng(seed)
+        self.trials, self.successes = np.zeros(n), np.zeros(n)
+        self.streak = np.zeros(n, np.int64)  # visits in a row that were all solved; negative: all failed
+        self.tried = self.rng.permutation(n) - n  # order of the last selection, call · n + place; negative: never
+        self.last_step = np.zeros(n, np.int64)
+        self.calls, self.retests, self.regressed, self.rescued = 0, 0, 0, 0
+        self._build_heap()
+
+    def success_rates(self) -> np.ndarray:
+        """(n,) estimates of p; 1/2, the most informative, for a problem without trials."""
+        trials = self.trials + 2 * self.prior
+        return np.where(trials > 0, (self.successes + self.prior) / np.where(trials > 0, trials, 1), 0.5)
+
+    def priorities(self) -> np.ndarray:
+        p = self.success_rates()
+        return p * (1 - p) if self.priority == "variance" else 1 - p**self.group_size - (1 - p) ** self.group_size
+
+    def select(self, k: int, step: int) -> np.ndarray:
+        """(k,) different problem ids to ask at `step`."""
+        low = self.floor_slots
+        require(low <= k <= self.n, f"k={k} must lie between floor_slots={low} and the n={self.n} problems")
+        self.calls += 1
+        chosen = self._least_recent(np.arange(self.n), self.floor_slots)
+        if self.mode in ("heap", "band") and self.calls % self.retest_every == 0:
+            for pool in (SOLVED, UNSOLVED):
+                waiting = np.setdiff1d(np.flatnonzero(self.pools() == pool), chosen)
+                retested = self._least_recent(waiting, min(self.retest_slots, k - len(chosen)))
+                self.retests += len(retested)
+                chosen = np.concatenate([chosen, retested])
+        drawn = self._pop_heap if self.mode == "heap" else self._draw
+        chosen = np.concatenate([chosen, drawn(k - len(chosen), chosen)])
+        others = np.setdiff1d(np.arange(self.n), chosen)  # too few candidates: the least recently tried of any pool
+        chosen = np.concatenate([chosen, self._least_recent(others, k - len(chosen))])
+        self.tried[chosen], self.last_step[chosen] = self.calls * self.n + np.arange(k), step
+        self._push(chosen)
+        return chosen
+
+    def update(self, id: int, rewards: Any, step: int) -> None:
+        """Fold in the (G,) successes, 0 or 1, of the answers to problem `id`."""
+        rewards = np.asarray(rewards, np.float64)
+        require(0 <= id < self.n, f"problem id {id} is not one of 0..{self.n - 1}")
+        require(rewards.ndim == 1 and len(rewards) > 0, f"rewards has shape {rewards.shape}; it must be (G,)")
+        _require_all((rewards == 0) | (rewards == 1), "rewards", rewards, "a success is 0 or 1: threshold the score")
+        self.trials[id] = self.decay * self.trials[id] + len(rewards)
+        self.successes[id] = self.decay * self.successes[id] + rewards.sum()
+        self.last_step[id] = step
+        direction = 1 if rewards.all() else 0 if rewards.any() else -1
+        before = self.pools()[id]
+        self.streak[id] = self.streak[id] + direction if direction * self.streak[id] > 0 else direction
+        after = self.pools()[id]
+        self.regressed += int(before == SOLVED != after)
+        self.rescued += int(before == UNSOLVED != after)
+        self._push(np.array([id]))
+
+    def pools(self) -> np.ndarray:
+        """(n,) SOLVED, UNSOLVED or ACTIVE."""
+        return np.where(np.abs(self.streak) < self.pool_after, ACTIVE, np.sign(self.streak))
+
+    def _least_recent(self, ids: np.ndarray, count: int) -> np.ndarray:
+        return ids[np.argsort(self.tried[ids])[:count]]
+
+    def _log_weights(self) -> np.ndarray:
+        # ALGO LOGIC: which problems are asked more
+        if self.mode == "proportional":
+            with np.errstate(divide="ignore"):
+                return self.alpha * np.log(self.priorities() + self.eps)
+        if self.mode == "dots":
+            return -np.abs(1 - self.success_rates() - self.target) / self.temperature
+        if self.mode == "band":
+            p = self.success_rates()
+            inside = (self.pools() == ACTIVE) & (self.band[0] <= p) & (p <= self.band[1])
+            return np.where(inside, 0.0, -math.inf)
+        return np.zeros(self.n)
+
+    def _draw(self, count: int, without: np.ndarray) -> np.ndarray:
+        """Up to `count` draws without replacement (Gumbel top-k: as if drawn one by one from what is left)."""
+        keys = self._log_weights() + self.rng.gumbel(size=self.n)
+        keys[without] = -math.inf
+        best = np.argsort(-keys)[:count]
+        return best[keys[best] > -math.inf]
+
+    def _push(self, ids: np.ndarray) -> None:
+        """Put problems into the heap under their present key; their older keys are recognised and skipped when met."""
+        if self.mode != "heap":
+            return
+        if len(self.heap) > 4 * self.n + 64:
+            return self._build_heap()
+        priorities, pools = self.priorities()[ids].tolist(), self.pools()[ids].tolist()
+        for id, priority, tried, pool in zip(ids.tolist(), priorities, self.tried[ids].tolist(), pools):
+            self.key[id] = (-priority, tried, id) if pool == ACTIVE else None
+            if pool == ACTIVE:
+                heappush(self.heap, self.key[id])
+
+    def _build_heap(self) -> None:
+        keys = zip((-self.priorities()).tolist(), self.tried.tolist(), range(self.n))
+        self.key = [key if pool == ACTIVE else None for key, pool in zip(keys, self.pools().tolist())]
+        self.heap = [key for key in self.key if key]
+        heapify(self.heap)
+
+    def _pop_heap(self, count: int, without: np.ndarray) -> np.ndarray:
+        found, skip = [], set(without.tolist())
+        while self.heap and len(found) < count:
+            key = heappop(self.heap)
+            if self.key[key[-1]] is key and key[-1] not in skip:
+                found.append(key[-1])
+        return np.array(found, np.int64)
+
+    def stats(self, step: int) -> dict[str, float | int | None]:
+        """Pool sizes, totals, and the longest time since a visit, None before the first."""
+        pools, waits = self.pools(), step - self.last_step[self.tried >= 0]
+        return {
+            "active": int((pools == ACTIVE).sum()),
+            "solved": int((pools == SOLVED).sum()),
+            "unsolved": int((pools == UNSOLVED).sum()),
+            "untried": int((self.tried < 0).sum()),
+            "priority_mean": float(self.priorities().mean()),
+            "success_rate_mean": float(self.success_rates().mean()),
+            "retests_total": self.retests,
+            "regressed_total": self.regressed,
+            "rescued_total": self.rescued,
+            "since_visit_max": int(waits.max()) if len(waits) else None,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able values and plain arrays; the heap is rebuilt from them."""
+        state = {name: getattr(self, name).copy() for name in PROBLEM_ARRAYS}
+        return state | {name: getattr(self, name) for name in PROBLEM_COUNTS} | {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = len(state["trials"])
+        require(saved == self.n, f"the saved sampler has {saved} problems, this one n={self.n}")
+        for name in PROBLEM_ARRAYS:
+            setattr(self, name, np.array(state[name]))
+        for name in PROBLEM_COUNTS:
+            setattr(self, name, state[name])
+        self.rng.bit_generator.state = state["rng"]
+        self._build_heap()
