@@ -1,0 +1,192 @@
+"""The run folder: what is written while a run goes on, checkpoints, and the line or bar on the screen."""
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+
+
+def fail(message: str):
+    """Ends the program as wrong usage: the message and exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def finite_or_none(value):
+    """JSON has no NaN, no infinity and no NumPy numbers."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Complete checkpoints, the oldest first."""
+    return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+
+
+def save_checkpoint(run: Path, learner, tokenizer, memories: dict, state: dict, keep: int):
+    """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
+    name) and the counters of `state`; written whole, then renamed. Older ones than the newest `keep` go."""
+    folder = run / "checkpoints" / f"step_{state['step']}"
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    learner.accelerator.unwrap_model(learner.policy).save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    for name, optimizer in learner.optimizers().items():
+        moments = optimizer.state_dict()["state"]
+        save_file({f"{index}.{key}": value.clone() for index, entry in moments.items() for key, value in entry.items()},
+                  temporary / f"{name}_optimizer.safetensors")
+    if learner.critic is not None:
+        save_file(dict(learner.critic.state_dict()), temporary / "critic.safetensors")
+    for name, memory in memories.items():
+        if hasattr(memory, "save"):
+            memory.save(temporary / name)
+        else:
+            values = memory.state_dict()
+            arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
+            np.savez(temporary / f"{name}.npz", **arrays)
+            (temporary / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
+    (temporary / "state.json").write_text(json.dumps(state | {"schedule": learner.schedule.last_epoch}, indent=1))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(temporary, folder)
+    for old in checkpoints(run)[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
+    """Fills optimisers, critic and memories from `save_checkpoint`'s folder (the policy is loaded from it as any Hugging
+    Face folder is); returns the counters."""
+    state = json.loads((folder / "state.json").read_text())
+    for name, optimizer in learner.optimizers().items():
+        moments = {}
+        for key, value in load_file(folder / f"{name}_optimizer.safetensors").items():
+            index, moment = key.split(".", 1)
+            moments.setdefault(int(index), {})[moment] = value
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    learner.schedule.last_epoch = state.pop("schedule")
+    learner.schedule._last_lr = learner.schedule.get_lr()
+    for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
+        group["lr"] = lr
+    if learner.critic is not None:
+        learner.critic.load_state_dict(load_file(folder / "critic.safetensors"))
+    for name, memory in memories.items():
+        if hasattr(memory, "save"):
+            memory.load_state_dict(type(memory).load(folder / name).state_dict())
+        else:
+            with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
+                memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
+    return state
+
+
+# ---------------------------------------------------------------------------------------------------------- logging
+
+
+class Clock:
+    """Seconds of the parts of an iteration."""
+
+    def __init__(self):
+        self.laps, self.at = {}, time.time()
+
+    def lap(self, name: str):
+        self.laps[f"{name}_s"], self.at = time.time() - self.at, time.time()
+
+    def metrics(self, tokens: int) -> dict:
+        """Seconds by part, tokens that were sampled or observed a second of sampling, the process's peak memory."""
+        return self.laps | {"iteration_s": sum(self.laps.values()), "tokens_per_s": tokens / self.laps["sample_s"],
+                            "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+class RunLog:
+    """config.yaml, metrics.jsonl, episodes.jsonl, wandb, and a bar (or, where there is no terminal, lines)."""
+
+    def __init__(self, run: Path, args, done: int):
+        self.run, self.args, self.console = run, args, Console()
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(yaml.safe_dump(
+            {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
+        for name in ("metrics.jsonl", "episodes.jsonl"):  # drop what was written after the checkpoint
+            path = run / name
+            lines = path.read_text().splitlines() if path.exists() else []
+            path.write_text("".join(line + "\n" for line in lines if json.loads(line)["iteration"] <= done))
+        self.wandb = self.start_wandb() if args.wandb != "off" else None
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=16),
+                                 TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(),
+                                 TextColumn("{task.fields[numbers]}"), console=self.console)
+        self.task = self.progress.add_task("iteration", total=args.iterations, completed=done, numbers="")
+        self.success = None  # the last one seen
+
+    def start_wandb(self):
+        import wandb  # takes a second: only when it is used
+        logged_in = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
+        mode = "online" if self.args.wandb == "on" and logged_in else "offline"
+        return wandb.init(project=self.args.wandb_project, name=self.run.name, dir=str(self.run), mode=mode,
+                          config=asdict(self.args), id=re.sub(r"[^\w-]", "_", self.run.name)[:64], resume="allow",
+                          settings=wandb.Settings(silent=True))
+
+    def __enter__(self):
+        if self.console.is_terminal:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *error):
+        self.progress.stop()
+        if self.wandb is not None:
+            self.wandb.finish(exit_code=int(error[0] is not None))
+
+    def append(self, name: str, record: dict):
+        with open(self.run / name, "a") as file:
+            file.write(json.dumps(finite_or_none(record), allow_nan=False) + "\n")
+
+    def bad_update(self, iteration: int, metrics: dict, episodes):
+        names = [[episode.iteration, episode.group_id, episode.problem_id] for episode in episodes]
+        self.append("episodes.jsonl", {"iteration": iteration, "event": "loss or gradient not finite; no step was taken",
+                                       "loss": repr(metrics["loss"]), "grad_norm": repr(metrics["grad_norm"]),
+                                       "episodes [iteration, group_id, problem_id]": names})
+        self.console.print(f"iteration {iteration}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite, no "
+                           "step was taken; episodes.jsonl names the episodes")
+
+    def iteration(self, metrics: dict, episodes, transcripts):
+        self.append("metrics.jsonl", metrics)
+        for episode, transcript in list(zip(episodes, transcripts))[:self.args.transcripts]:
+            self.append("episodes.jsonl", {"iteration": metrics["iteration"], "problem_id": episode.problem_id,
+                                           "group_id": episode.group_id, "reward": episode.reward, "score": episode.score,
+                                           "info": episode.info, "transcript": transcript})
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in metrics.items() if value is not None}, step=metrics["iteration"])
+        show = lambda key, form: "-" if metrics.get(key) is None else format(metrics[key], form)  # noqa: E731
+        self.success = show("eval/success", ".3f") if metrics["eval/success"] is not None else self.success
+        numbers = (f"reward {show('fresh/reward', '.2f')}  held-out {self.success or show('eval/start_success', '.3f')}  age "
+                   f"{show('replay/age_mean', '.0f')}  ESS {show('replay/ess_token', '.2f')}  "
+                   f"{show('time/tokens_per_s', ',.0f')} tokens/s")
+        if self.console.is_terminal:
+            self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
+        else:
+            print(f"iteration {metrics['iteration']}/{self.args.iterations}  {numbers}  {show('time/iteration_s', '.1f')} s",
+                  flush=True)
+
+    def finish(self, summary: dict):
+        (self.run / "summary.json").write_text(json.dumps(finite_or_none(summary), indent=1))
+        if self.wandb is not None:
+            self.wandb.summary.update(summary)
+        self.progress.stop()
+        print(f"held-out success on {summary['heldout_problems']} problems: {summary['start_success']:.3f} at the start, "
+              f"{summary['final_success']:.3f} at the end, {summary['best_success']:.3f} at best; {summary['episodes']} "
+              f"episodes, {summary['steps']} optimiser steps, {summary['minutes']} minutes\n"
+              f"{self.run}: metrics.jsonl, episodes.jsonl, learning_curve.png, checkpoints/")

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory):
+    """A cache of its own, with a barely trained tiny policy: most tests need a policy that runs, not a good one."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(cache_dir):
+    from envs import FrozenLake
+    from models import warm_started_tiny
+    return warm_started_tiny(FrozenLake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
+
+
+@pytest.fixture(scope="session")
+def quick_flags(cache_dir, tiny_folder):
+    """Flags of a run of seconds; the warm start is the session's own (same key as `tiny_folder`)."""
+    return ["--wandb", "off", "--cache-dir", str(cache_dir), "--warm-start-updates", "12", "--eval-problems", "16",
+            "--eval-every", "0", "--problems-per-iteration", "6", "--group-size", "4", "--replay-batch-size", "6",
+            "--train-problems", "64"]
+
+
+def train(*flags, check=True):
+    """The real command line, as a user runs it."""
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, flags)], capture_output=True, text=True, timeout=500)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done

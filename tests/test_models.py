@@ -1,0 +1,108 @@
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from envs import FrozenLake
+from models import Chat, blind_loss, collate, demonstrations, load_policy, micro_batches, tiny_tokenizer, token_logprobs
+
+
+def test_the_tokenizer_survives_saving(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    env = FrozenLake()
+    text = Chat(tokenizer).tokenizer.apply_chat_template([{"role": "user", "content": env.reset(7, seed=0)}], tokenize=False,
+                                                         add_generation_prompt=True)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert again(text, add_special_tokens=False)["input_ids"] == tokens
+    assert tokenizer.unk_token_id not in tokens
+    assert tokenizer.decode(tokens).replace(" ", "") == text.replace(" ", "").replace("\n", "")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_every_message_of_the_task_is_in_the_vocabulary():
+    tokenizer = tiny_tokenizer()
+    env = FrozenLake(slippery=True)
+    messages = [env.reset(7, seed=0), env.step("no")[0]] + [f"<answer>{move}</answer>" for move in env.moves]
+    for seed in range(30):
+        env.reset(seed, seed=0)
+        done = False
+        while not done:
+            message, _, done, _ = env.step(env.scripted_answer(np.random.default_rng(seed), 0.3))
+            messages.append(message)
+    assert all(tokenizer.unk_token_id not in tokenizer(message)["input_ids"] for message in messages)
+
+
+def test_following_messages_are_what_the_template_renders():
+    tokenizer = tiny_tokenizer()
+    chat = Chat(tokenizer)
+    answer = chat.tokenize("<answer>Left</answer>")
+    turns = [{"role": "user", "content": "Walk"}, {"role": "assistant", "content": "<answer>Left</answer>"},
+             {"role": "user", "content": "player 1 2"}]
+    whole = chat.tokenize(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    stop = [tokenizer.eos_token_id]
+    # sampled its stop token: not written twice; hit the length limit: the template's own closes the turn
+    assert chat.start("Walk") + answer + stop + chat.follow("player 1 2", stop[0]) == whole
+    assert chat.start("Walk") + answer + chat.follow("player 1 2", answer[-1]) == whole
+
+
+def test_token_logprobs_equal_those_of_the_plain_way(tiny_folder):
+    model, _ = load_policy(tiny_folder)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [9, 4, 7]
+    rows = [{"tokens": torch.randint(6, 40, (length,), generator=generator),
+             "mask": torch.rand(length, generator=generator) < 0.5} for length in lengths]
+    for row in rows:
+        row["mask"][0] = False
+    batch = collate(rows, pad_id=0)
+    with torch.no_grad():
+        logprobs_BT, entropy_BT = token_logprobs(model, batch["tokens"], batch["mask"], temperature=0.5)
+        for index, row in enumerate(rows):
+            logits_TV = model(row["tokens"][None]).logits[0] / 0.5
+            all_TV = logits_TV.log_softmax(-1)
+            for t in range(lengths[index]):
+                expected = all_TV[t - 1, row["tokens"][t]].item() if row["mask"][t] else 0.0
+                assert logprobs_BT[index, t].item() == pytest.approx(expected, abs=1e-5)
+                entropy = -(all_TV[t - 1].exp() * all_TV[t - 1]).sum().item() if row["mask"][t] else 0.0
+                assert entropy_BT[index, t].item() == pytest.approx(entropy, abs=1e-5)
+    assert not logprobs_BT[1, 4:].any()
+
+
+def test_temperature_divides_the_logits():
+    from losses import token_logprobs_from_hidden
+    hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])  # logits (2, 0)
+    logprob, _ = token_logprobs_from_hidden(hidden, head, torch.tensor([0]), 0.5)
+    assert logprob.item() == pytest.approx(-0.01815, abs=1e-5)  # log sigmoid(4), not log sigmoid(2) = -0.1269
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    lengths = np.random.default_rng(0).integers(1, 60, size=50).tolist()
+    for rows in (None, 1, 3):
+        batches = micro_batches(lengths, 128, rows)
+        assert sorted(row for batch in batches for row in batch) == list(range(50))
+        assert all(len(batch) * max(lengths[row] for row in batch) <= 128 for batch in batches)
+        assert all(len(batch) <= (rows or 50) for batch in batches)
+    assert micro_batches([500], 128) == [[0]]  # a row that is too long goes alone; it is not cut
+
+
+def test_demonstrations_train_on_the_players_tokens_only():
+    tokenizer, env = tiny_tokenizer(), FrozenLake()
+    rows, moves = demonstrations(env, Chat(tokenizer), env.problems("train", 20), skill=0.5, max_turns=10, seed=0)
+    for row in rows:
+        spoken = tokenizer.decode([token for token, mask in zip(row["tokens"], row["mask"]) if mask])
+        assert set(spoken.split()) <= {"<answer>", "</answer>", "<|end|>", *env.moves}
+    assert sum(sum(row["mask"]) for row in rows) == 4 * len(moves)
+
+
+def test_blind_loss_is_the_entropy_of_moves_given_the_position():
+    moves = [(0, "a"), (0, "a"), (0, "b"), (0, "b"), (1, "a"), (1, "a")]
+    assert blind_loss(moves) == pytest.approx(4 * np.log(2) / 6)
+
+
+def test_the_warm_start_is_made_once_and_found_again(tiny_folder, cache_dir):
+    from models import warm_started_tiny
+    before = (tiny_folder / "model.safetensors").stat().st_mtime_ns
+    again = warm_started_tiny(FrozenLake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
+    assert again == tiny_folder and (again / "model.safetensors").stat().st_mtime_ns == before
+    assert sorted(path.name for path in cache_dir.iterdir()) == [tiny_folder.name, f"{tiny_folder.name}.lock"]

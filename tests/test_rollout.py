@@ -1,0 +1,144 @@
+import numpy as np
+import pytest
+import torch
+
+from envs import FrozenLake
+from models import Chat, collate, load_policy, token_logprobs
+from rollout import HFEngine, collect
+
+PLAY = dict(max_turns=6, max_new_tokens=6, temperature=1.3, format_penalty=0.15, policy_step=4, iteration=2, context_length=1024)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder):
+    return load_policy(tiny_folder)
+
+
+def engine_of(policy):
+    return HFEngine(policy[0], [policy[1].eos_token_id], policy[1].pad_token_id)
+
+
+def play(policy, problems, seeds, engine=None, **changes):
+    return collect(engine or engine_of(policy), Chat(policy[1]), FrozenLake, list(problems), list(range(len(problems))), list(seeds),
+                   **(PLAY | changes))
+
+
+def test_behaviour_logprobs_are_the_trainers_at_the_sampling_temperature(policy):
+    episodes, _ = play(policy, range(24), range(24))
+    batch = collate([{"tokens": episode.tokens.astype(np.int64), "mask": episode.action_mask,
+                      "behavior": episode.behavior_logprobs} for episode in episodes], pad_id=0)
+    assert len({len(episode.tokens) for episode in episodes}) > 5  # ragged: gaps in the cache
+    with torch.no_grad():
+        logprobs_BT, _ = token_logprobs(policy[0], batch["tokens"], batch["mask"], PLAY["temperature"])
+    assert (logprobs_BT - batch["behavior"]).abs().max() < 1e-4
+    assert (logprobs_BT[batch["mask"]] < -1e-3).any()
+
+
+def test_ragged_turns_equal_one_sequence_at_a_time_under_greedy(policy):
+    model, tokenizer = policy
+    generator = np.random.default_rng(0)
+    engine = engine_of(policy)
+    sequences = [generator.integers(6, 40, size=length).tolist() for length in (5, 17, 9)]
+    plain = [list(sequence) for sequence in sequences]
+    for turn in range(3):
+        completions = engine.generate(sequences, [7, 8, 9], [0, 0, 0], max_new_tokens=4, temperature=1e-4)
+        for row, completion in enumerate(completions):
+            expected = []
+            for _ in range(4):
+                with torch.no_grad():
+                    token = model(torch.tensor([plain[row] + expected])).logits[0, -1].argmax().item()
+                expected.append(token)
+                if token == tokenizer.eos_token_id:
+                    break
+            assert completion.tokens == expected
+            observation = generator.integers(6, 40, size=3 + 4 * row).tolist()
+            sequences[row] = sequences[row] + completion.tokens + observation
+            plain[row] = plain[row] + expected + observation
+
+
+def test_the_same_seeds_give_the_same_episodes_whoever_plays_beside_them(policy):
+    engine = engine_of(policy)
+    first, _ = play(policy, range(12), range(12), engine)
+    second, _ = play(policy, range(12), range(12), engine)
+    other, _ = play(policy, range(12), range(100, 112), engine)
+    alone, _ = play(policy, [3], [3])
+    assert all((a.tokens == b.tokens).all() for a, b in zip(first, second, strict=True))
+    assert any(len(a.tokens) != len(b.tokens) or (a.tokens != b.tokens).any() for a, b in zip(first, other))
+    assert (alone[0].tokens == first[3].tokens).all()
+
+
+def test_sampled_tokens_follow_the_distribution(policy):
+    model, _ = policy
+    prompt, n = [4, 10, 11, 5], 4000
+    completions = engine_of(policy).generate([prompt] * n, list(range(n)), list(range(n)), max_new_tokens=1, temperature=1.0)
+    counts = np.bincount([completion.tokens[0] for completion in completions], minlength=model.config.vocab_size)
+    with torch.no_grad():
+        expected = n * model(torch.tensor([prompt])).logits[0, -1].softmax(-1).double().numpy()
+    assert (np.abs(counts - expected) <= 5 * np.sqrt(expected) + 1).all()
+    assert completions[0].logprobs[0] == pytest.approx(np.log(expected[completions[0].tokens[0]] / n), abs=1e-4)
+
+
+def test_a_turn_costs_its_new_tokens_only_and_finished_episodes_leave(policy):
+    engine, fed = engine_of(policy), []
+    forward = engine.forward
+    engine.forward = lambda chunks: fed.append(chunks) or forward(chunks)
+    episodes, _ = play(policy, range(16), range(16), engine)
+    total = sum(len(chunk) for chunks in fed for chunk in chunks)
+    # every token but each episode's last answer's last one goes through the model once
+    assert total == sum(len(episode.tokens) - 1 for episode in episodes)
+    rows = [len(chunks) for chunks in fed]
+    assert rows == sorted(rows, reverse=True) and rows[-1] < 16
+
+
+def test_stop_tokens_are_trained_when_sampled_and_not_invented_at_the_limit(policy):
+    stop = policy[1].eos_token_id
+    episodes, _ = play(policy, range(40), range(40), max_new_tokens=2)
+    limit_hits = 0
+    for episode in episodes:
+        starts = np.flatnonzero(np.diff(episode.action_mask.astype(int)) == 1) + 1
+        for start, end in zip(starts, episode.turn_ends):
+            assert episode.action_mask[start:end].all() and end - start <= 2
+            if episode.tokens[end - 1] != stop:
+                limit_hits += 1
+                if end < len(episode.tokens):  # the template closes the turn, outside the mask
+                    assert episode.tokens[end] == stop and not episode.action_mask[end]
+    assert limit_hits and limit_hits == sum(episode.info["length_stops"] for episode in episodes)
+
+
+def test_records_agree_with_what_was_played(policy):
+    episodes, transcripts = play(policy, range(30), range(30))
+    for episode, transcript in zip(episodes, transcripts):
+        turns = len(episode.turn_ends)
+        assert turns == episode.info["turns"] == len(transcript) // 2
+        assert episode.reward == pytest.approx(episode.score - 0.15 * episode.info["parse_failures"])
+        assert episode.reward == pytest.approx(float(episode.turn_rewards.sum()), abs=1e-6)
+        assert episode.score == float(episode.info["success"])
+        assert (episode.policy_step, episode.iteration) == (4, 2)
+        assert episode.turn_ends[-1] == len(episode.tokens)  # nothing after the last answer
+        starts = [0, *episode.turn_ends]
+        answers = [policy[1].decode(episode.tokens[a:b][episode.action_mask[a:b]], skip_special_tokens=True)
+                   for a, b in zip(starts, episode.turn_ends)]
+        assert answers == [message["content"] for message in transcript if message["role"] == "assistant"]
+    assert any(episode.info["parse_failures"] for episode in episodes)
+
+
+def test_an_episode_that_would_not_fit_ends_at_a_turn(policy):
+    episodes, _ = play(policy, range(8), range(8), context_length=120, max_turns=20)
+    assert all(len(episode.tokens) <= 120 for episode in episodes)
+    assert any(episode.info["truncated"] for episode in episodes)
+
+
+def test_a_sync_forgets_what_was_computed_with_the_old_weights(tiny_folder):
+    model, tokenizer = load_policy(tiny_folder)
+    engine = HFEngine(model, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+    prompt = [4, 10, 11, 5]
+    engine.generate([prompt], [0], [0], max_new_tokens=1, temperature=1.0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(1.5)
+    engine.sync()
+    completion, = engine.generate([prompt], [0], [0], max_new_tokens=1, temperature=1.0)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[completion.tokens[0]].item()
+    assert completion.logprobs[0] == pytest.approx(expected, abs=1e-5)

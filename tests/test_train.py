@@ -1,0 +1,298 @@
+"""The loop through its real command line, and the promises that the loop makes about numbers."""
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, train
+from safetensors.torch import load_file
+
+import train as train_module
+from buffer import ReplayBuffer
+from envs import FrozenLake
+from models import Chat, load_policy
+from rollout import HFEngine, collect
+from train import Args, make_learner, parse_args
+from update import add_advantages, gradients, learning_rate_factor, update
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(run):
+    return load_file(max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])) / "model.safetensors")
+
+
+def same_weights(a, b):
+    first, second = weights_of(a), weights_of(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# ------------------------------------------------------------------------------------------------- arguments
+
+
+def refused(capsys, *flags):
+    with pytest.raises(SystemExit) as stop:
+        parse_args([str(flag) for flag in flags])
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--replay", "none", "--replay-updates", "2"], ["--replay none", "--replay-updates 2", "contradict"]),
+    (["--group-size", "1", "--algo", "grpo"], ["--group-size 1", "0"]),
+    (["--tau", "0"], ["--tau 0", "above 0"]),
+    (["--tau", "-3"], ["--tau -3"]),
+    (["--replay", "per", "--tau", "20"], ["--replay per", "--tau 20"]),
+    (["--fresh-update", "False", "--replay", "none"], ["trains on nothing"]),
+    (["--replay-batch-size", "100", "--capacity", "50"], ["--replay-batch-size 100", "--capacity 50"]),
+    (["--positive-fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
+    (["--alpha", "-1"], ["alpha", "-1"]),
+    (["--minibatches", "99"], ["--minibatches 99"]),
+    (["--lr", "0"], ["--lr"]),
+    (["--replay-updats", "2"], ["--replay-updates"]),
+    (["--lr", "fast"], ["fast"]),
+    (["--fresh-update", "maybe"], ["maybe"]),
+    (["--algo", "grop"], ["grpo"]),
+    (["configs/no_such.yaml"], ["configs/no_such.yaml"]),
+    (["--resume", "runs/none_such"], ["runs/none_such"]),
+])
+def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
+    message = refused(capsys, *flags)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("text, words", [
+    ("replay_updats: 2", ["replay_updats", "'replay_updates'"]),
+    ("zzzzz: 2", ["zzzzz", "--help"]),
+    ("lr: fast", ["fast"]),
+    ("lr: [1, 2]", ["lr", "single value"]),
+    ("- lr", ["key: value"]),
+    ("replay: none\nreplay_updates: 2", ["contradict"]),
+    ("lr: {", ["cannot read"]),
+])
+def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
+    (tmp_path / "x.yaml").write_text(text)
+    message = refused(capsys, tmp_path / "x.yaml")
+    assert all(word in message for word in words), message
+
+
+def test_an_unknown_key_exits_with_2_before_anything_heavy():
+    done = train("--replay-updats", "2", check=False)
+    assert done.returncode == 2 and "--replay-updates" in done.stdout + done.stderr and "warm start" not in done.stdout
+
+
+def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
+    (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nmax_age: null\n")
+    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf"])
+    assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.max_age, args.tau) == (2e-6, "off", 3, False, None, math.inf)
+
+
+def test_replay_none_over_a_config_with_updates_means_none_and_says_so(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("replay_updates: 3\n")
+    assert parse_args([str(tmp_path / "x.yaml"), "--replay", "none"]).replay_updates == 0
+    assert "no replay updates" in capsys.readouterr().out
+    (tmp_path / "y.yaml").write_text("replay: none\n")
+    assert "replay: none" in refused(capsys, tmp_path / "y.yaml", "--replay-updates", 2)
+
+
+def test_help_explains_every_flag():
+    text = train("--help").stdout
+    for field in train_module.fields(Args):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "optimiser steps" in text
+
+
+def test_every_config_parses():
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        parse_args([str(path)])
+
+
+# ------------------------------------------------------------------------------------------------- the whole loop
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, quick_flags):
+    """Four iterations with fresh replay."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(*quick_flags, "--runs-dir", folder, "--name", "fresh", "--iterations", 4, "--checkpoint-every", 2, "--eval-every", 2)
+    return folder / "fresh"
+
+
+def test_what_a_run_leaves(run):
+    lines = metrics_of(run)
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4]
+    assert all("NaN" not in line for line in (run / "metrics.jsonl").read_text().splitlines())
+    for key in ("fresh/ratio_mean", "fresh/ratio_max", "fresh/clip_fraction", "fresh/ess_token", "fresh/nonzero_advantage_rows",
+                "fresh/grad_norm", "replay/grad_norm", "replay/ratio_max", "replay/age_mean", "replay/age_p95", "replay/ess_token",
+                "replay/unique_fraction", "fresh/stored_share", "buffer/size", "eval/success", "time/sample_s", "time/tokens_per_s"):
+        assert all(key in line for line in lines), key
+    assert [line["eval/success"] is None for line in lines] == [True, False, True, False]
+    assert lines[-1]["step"] == sum(line["fresh/steps"] + line["replay/steps"] for line in lines)
+    assert any(line["replay/grad_norm"] for line in lines) and any(line["replay/age_mean"] for line in lines)
+    clock = [key for line in lines for key in line if key.endswith(("_s", "_mb", "per_s", "seconds"))]
+    assert all(key.startswith("time/") for key in clock)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert set(config) == {field.name for field in train_module.fields(Args)} - {"resume"}
+    episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    assert "player" in episodes[0]["transcript"][0]["content"] and len(episodes) == 4 * 4
+    assert (run / "learning_curve.png").stat().st_size > 5000
+    assert {"config.json", "model.safetensors", "tokenizer.json", "policy_optimizer.safetensors", "state.json", "buffer"} <= {
+        path.name for path in max((run / "checkpoints").iterdir()).iterdir()}
+
+
+def test_the_first_fresh_step_has_ratio_one(run):
+    for line in metrics_of(run):
+        if line["fresh/steps"]:
+            assert line["fresh/first_max_abs_ratio_minus_1"] < 1e-3
+            assert line["fresh/sampler_trainer_difference_max"] < 1e-3
+
+
+def test_eval_gives_the_number_of_the_training_run(run):
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(run)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((run / "eval.json").read_text())
+    assert result["success"] == metrics_of(run)[-1]["eval/success"]
+    assert result["success_low"] <= result["success"] <= result["success_high"] and "95 %" in done.stdout
+    wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(run / "checkpoints")], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "is not a run" in wrong.stderr
+
+
+def test_a_resumed_run_equals_the_one_that_was_not_stopped(run, tmp_path, quick_flags):
+    train(*quick_flags, "--runs-dir", tmp_path, "--name", "fresh", "--iterations", 4, "--checkpoint-every", 2, "--eval-every", 2)
+    shutil.rmtree(max((tmp_path / "fresh" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
+    train("--resume", tmp_path / "fresh")
+    assert same_weights(run, tmp_path / "fresh")
+    timeless = [[{key: value for key, value in line.items() if not key.startswith("time/")} for line in metrics_of(folder)]
+                for folder in (run, tmp_path / "fresh")]
+    assert timeless[0] == timeless[1]
+
+
+def test_replay_none_is_replay_with_no_updates_bit_for_bit(tmp_path, quick_flags):
+    flags = ["--runs-dir", tmp_path, "--iterations", 2, *quick_flags]
+    train("--name", "none", "--replay", "none", *flags)
+    train("--name", "zero", "--replay", "fresh", "--replay-updates", 0, *flags)
+    assert same_weights(tmp_path / "none", tmp_path / "zero")
+    assert metrics_of(tmp_path / "none")[0]["replay/grad_norm"] is None
+    assert metrics_of(tmp_path / "zero")[0]["buffer/size"] > 0
+
+
+@pytest.mark.parametrize("flags", [
+    ["--algo", "reinforce++", "--fresh-epochs", "2", "--minibatches", "2"],
+    ["--fresh-update", "False", "--capacity", "64", "--replay", "uniform", "--replay-updates", "1"],
+])
+def test_other_ways_to_run_it(tmp_path, quick_flags, flags):
+    train("--runs-dir", tmp_path, "--name", "x", "--iterations", 2, *quick_flags, *flags)
+    lines = metrics_of(tmp_path / "x")
+    assert lines[-1]["step"] == sum(line["fresh/steps"] + line["replay/steps"] for line in lines) > 0
+
+
+def test_a_name_that_exists_is_refused(run, quick_flags):
+    done = train("--runs-dir", run.parent, "--name", "fresh", *quick_flags, check=False)
+    assert done.returncode == 2 and "exists already" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- numbers
+
+
+@pytest.fixture(scope="module")
+def played(tiny_folder):
+    """A learner and eight groups of eight episodes with advantages, mixed rewards in several of them."""
+    policy, tokenizer = load_policy(tiny_folder)
+    args = Args(algo="grpo")
+    problems = FrozenLake().problems("train", 8)
+    episodes, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), FrozenLake,
+                          [problem for problem in problems for _ in range(8)], [row // 8 for row in range(64)], list(range(64)),
+                          max_turns=10, max_new_tokens=6, temperature=1.0, format_penalty=0.15, policy_step=0, iteration=1,
+                          context_length=1024)
+    learner = make_learner(args, policy)
+    add_advantages(learner, episodes)
+    return learner, episodes
+
+
+def gradient(learner, episodes, weights=None, replayed=False, **changes):
+    learner.policy.zero_grad()
+    metrics = gradients(replace(learner, args=Args(**{"algo": "grpo", **changes})), episodes, weights, replayed=replayed)
+    return torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()]).clone(), metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"])
+def test_gradients_do_not_depend_on_micro_batches(played, aggregation):
+    learner, episodes = played
+    weights = torch.linspace(0.2, 1.0, len(episodes))
+    whole, metrics = gradient(learner, episodes, weights, micro_batch_tokens=10**6, aggregation=aggregation)
+    for size in (1, 3):
+        part, part_metrics = gradient(learner, episodes, weights, micro_batch_size=size, aggregation=aggregation)
+        assert (part - whole).norm() < 1e-5 * whole.norm()
+        for key in ("loss", "ratio_mean", "ess_token", "clip_fraction", "entropy", "nonzero_advantage_rows"):
+            assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
+    assert whole.norm() > 0
+
+
+def test_a_replayed_member_keeps_the_advantage_of_its_whole_group(played):
+    learner, episodes = played
+    groups = [[episode for episode in episodes if episode.group_id == group] for group in range(8)]
+    mixed = [group for group in groups if len({episode.reward for episode in group}) > 1]
+    assert mixed
+    for group in mixed:
+        rewards = np.array([episode.reward for episode in group])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        buffer = ReplayBuffer(64, min_size=1)
+        buffer.add([group[0]], step=0)
+        replayed, = buffer.sample(1, step=5).episodes
+        assert replayed.advantages[replayed.action_mask] == pytest.approx(expected[0], abs=1e-5)
+        assert not replayed.advantages[~replayed.action_mask].any()
+        assert gradient(learner, [replayed], replayed=True)[0].norm() > 0 or expected[0] == 0
+
+
+def test_rows_without_signal_change_nothing_but_the_denominator(played):
+    learner, episodes = played
+    episodes = [replace(episode, advantages=0 * episode.advantages) if episode.group_id < 3 else episode for episode in episodes]
+    useful = [episode for episode in episodes if episode.advantages.any()]
+    assert len(useful) < len(episodes)
+    tokens = {rows: sum(int(episode.action_mask.sum()) for episode in chosen)
+              for rows, chosen in (("all", episodes), ("useful", useful))}
+    whole, metrics = gradient(learner, episodes, aggregation="token_mean")
+    part, _ = gradient(learner, useful, aggregation="token_mean")
+    assert (part * tokens["useful"] / tokens["all"] - whole).norm() < 1e-5 * whole.norm()
+    assert metrics["nonzero_advantage_rows"] == pytest.approx(len(useful) / len(episodes))
+
+
+def test_the_learning_rate_covers_all_steps():
+    args = Args(iterations=10, replay_updates=2, fresh_epochs=2, minibatches=3, warmup_steps=4, lr_end_fraction=0.1)
+    factor = learning_rate_factor(args)
+    planned = 10 * (2 * 3 + 2)
+    assert [factor(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert factor(planned) == pytest.approx(0.1) and factor(10 * planned) == pytest.approx(0.1)
+    assert factor(planned // 2) == pytest.approx(0.1 + 0.9 * (1 - (40 - 4) / (80 - 4)))
+    fresh_only = learning_rate_factor(Args(**{**vars(args), "lr_steps": "fresh"}))
+    assert fresh_only(60) == pytest.approx(0.1) and factor(60) > 0.2
+
+
+def test_an_update_that_is_not_finite_leaves_everything_as_it_was(played, tiny_folder):
+    _, episodes = played
+    learner = make_learner(Args(algo="grpo"), load_policy(tiny_folder)[0])
+    with torch.no_grad():
+        learner.policy.lm_head.weight[0] = math.nan
+    before = {name: value.clone() for name, value in learner.policy.state_dict().items()}
+    metrics = update(learner, episodes)
+    assert metrics["nonfinite"] == 1 and metrics["steps"] == 0 and learner.schedule.last_epoch == 0
+    assert all(torch.equal(before[name], value, ) or name == "lm_head.weight" for name, value in learner.policy.state_dict().items())
+    assert torch.equal(before["lm_head.weight"][1:], learner.policy.lm_head.weight[1:])
+    assert not learner.optimizer.state_dict()["state"]
+
+
+def test_an_update_without_signal_takes_no_step(played, tiny_folder):
+    _, episodes = played
+    silent = [replace(episode, advantages=0 * episode.advantages) for episode in episodes[:8]]
+    for flag, steps in ((False, 0), (True, 1)):
+        learner = make_learner(Args(algo="grpo", step_without_signal=flag), load_policy(tiny_folder)[0])
+        metrics = update(learner, silent)
+        assert (metrics["steps"], metrics["without_signal"], learner.schedule.last_epoch) == (steps, 1, steps)

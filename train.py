@@ -1,0 +1,593 @@
+"""FreshReplay: RL post-training that reuses its rollouts. The whole loop is `main`, at the bottom.
+
+    python train.py                                         # configs/frozenlake_tiny.yaml, minutes on two CPU cores
+    python train.py configs/frozenlake_tiny.yaml --seed 1 --tau 30
+    python train.py --replay none                           # the same without replay
+    python train.py --resume runs/NAME                      # go on from its last checkpoint
+    python train.py --help                                  # every flag, its unit and its default
+"""
+import os
+
+# Threads that wait should sleep: spinning ones made a step 17 times slower beside one other busy process on two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads
+
+import copy
+import difflib
+import math
+import sys
+import time
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal, Union
+
+import numpy as np
+import torch
+import tyro
+import yaml
+from accelerate import Accelerator
+
+import losses
+from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
+from envs import ENVS
+from eval import evaluate, plot_drift, plot_learning_curve
+from models import Chat, Critic, load_policy, warm_started_tiny
+from rollout import HFEngine, collect
+from runs import Clock, RunLog, checkpoints, fail, load_checkpoint, save_checkpoint
+from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
+                    objective_of, score, td_errors, update, zero_advantage_is_silent)
+
+FIRST_TAU = 100.0  # --tau auto, until the drift is measured
+GROUP_MEAN = ("grpo", "dr_grpo", "rloo")  # advantage kinds that are exactly 0 for a group of one or of equal rewards
+
+
+@dataclass
+class Args:
+    """RL post-training with fresh replay. `step` means optimiser steps that were really taken."""
+
+    # ---- the run
+    name: str | None = None
+    """Name of the run folder; by default made of config, algorithm, replay, seed and time."""
+    runs_dir: str = "runs"
+    """Folder of all runs."""
+    seed: int = 0
+    """Decides problems, sampling, mini-batches and replay draws. The warm start has its own seed."""
+    iterations: int = 40
+    """RL iterations: sample, update, replay."""
+    resume: str | None = None
+    """Run folder to go on from its last checkpoint, with its own config; flags given here override it."""
+    checkpoint_every: int = 20
+    """Iterations between checkpoints; the last iteration is always saved. 0: only the last."""
+    keep_checkpoints: int = 2
+    """Checkpoints kept, the newest ones."""
+    wandb: Literal["on", "offline", "off"] = "on"
+    """on: online if you are logged in, else offline."""
+    wandb_project: str = "freshreplay"
+    """wandb project."""
+    transcripts: int = 4
+    """Episodes an iteration that are written to episodes.jsonl, as text."""
+
+    # ---- policy
+    model: str = "tiny"
+    """tiny (about 1 M parameters, warm-started by imitating a weak player), a Hugging Face folder or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights."""
+    warm_start_seed: int = 0
+    """Seed of the tiny policy's weights and imitation; not tied to --seed, so that all runs start from one policy."""
+    warm_start_updates: int = 120
+    """Imitation updates of the tiny policy, 8,192 tokens each."""
+    warm_start_skill: float = 0.6
+    """Share of best moves of the player that is imitated; the rest are random moves that stay on the board."""
+    cache_dir: str = "~/.cache/freshreplay"
+    """Where warm-started policies are kept."""
+
+    # ---- task
+    env: Literal["frozenlake"] = "frozenlake"
+    """The task."""
+    board_size: int = 4
+    """Rows and columns of the board."""
+    slippery: bool = False
+    """Whether a move can slip sideways (gymnasium's 1/3 each)."""
+    max_turns: int = 10
+    """Turns after which an episode is cut."""
+    format_penalty: float = 0.15
+    """Taken off the training reward, not off the score, for each turn without a valid answer."""
+    train_problems: int = 1536
+    """Number of different training problems."""
+
+    problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
+    """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
+    problem_priority: Literal["variance", "mixed_group"] = "variance"
+    """variance: p(1-p). mixed_group: the chance of a group with both outcomes, 1 - p^G - (1-p)^G."""
+
+    # ---- sampling
+    engine: Literal["auto", "hf"] = "auto"
+    """hf: transformers, in this process, with the keys and values kept between turns. auto: hf."""
+    problems_per_iteration: int = 8
+    """Problems sampled in an iteration."""
+    group_size: int = 8
+    """Episodes of each problem: the group that advantages are computed in."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs are taken at it."""
+    max_new_tokens: int = 6
+    """Tokens a turn may have."""
+
+    # ---- objective
+    algo: Literal[tuple(losses.ALGORITHMS)] = "grpo"
+    """Bundle of advantage, loss, aggregation and KL (python train.py --list shows them); each can be overridden below."""
+    advantage: Literal[tuple(losses.ADVANTAGES)] | None = None
+    """Advantage kind. None: the algorithm's."""
+    loss: Literal[tuple(losses.LOSSES)] | None = None
+    """Policy loss. None: the algorithm's."""
+    aggregation: Literal[tuple(losses.AGGREGATIONS)] | None = None
+    """How token losses become one number. None: the algorithm's."""
+    eps_low: float | None = None
+    """Clip range below ratio 1. None: the loss's default, 0.2 for ppo_clip."""
+    eps_high: float | None = None
+    """Clip range above ratio 1. None: the loss's default, 0.2 for ppo_clip."""
+    dual_clip: float | None = None
+    """For negative advantages the loss is at most this times |A|. None: the algorithm's, and 3 on replayed data under ppo."""
+    correction: Literal[tuple(losses.CORRECTIONS)] | None = None
+    """Weight between trainer and sampler, for losses without a ratio to the sampler. None: tis_token for decoupled_ppo, else
+    none, since the ratio already runs from the current to the sampling policy."""
+    correction_low: float | None = None
+    """Lower bound of the correction. None: its default."""
+    correction_high: float | None = None
+    """Upper bound of the correction. None: its default."""
+    advantage_clip: float | None = None
+    """Advantages are clamped to +- this in the update. None: not."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the reference, which is the policy at the start; 0: there is no reference."""
+    kl_in: Literal["reward", "loss"] | None = None
+    """Where the KL goes. None: the algorithm's."""
+    kl_kind: Literal[tuple(losses.KLS)] | None = None
+    """KL estimator on fresh data. None: the algorithm's."""
+    replay_kl_kind: Literal[tuple(losses.KLS)] = "is_k3"
+    """KL estimator in the loss of replayed data; only is_k3 has the right gradient there."""
+    gamma: float = 1.0
+    """Discount for each action token (gae)."""
+    lam: float = 1.0
+    """GAE's lambda."""
+    critic_lr: float = 1e-3
+    """Learning rate of the critic (ppo)."""
+    value_clip: float | None = 0.2
+    """The critic's values move at most this far from the update's start before the loss stops them. None: no clipping."""
+    replay_advantage: Literal["stored", "vtrace", "released"] = "stored"
+    """On replay: as computed at collection | V-trace with the current critic | normalised again inside the replayed batch, as
+    the released FreshPER code does (a lone member of a group gets 0)."""
+    fresh_update: bool = True
+    """Train on each iteration's own episodes. False: train from the buffer alone."""
+    fresh_epochs: int = 1
+    """Passes over an iteration's own episodes."""
+    minibatches: int = 1
+    """Optimiser steps a pass; groups are split at random."""
+
+    # ---- optimiser
+    lr: float = 1e-3
+    """Peak learning rate of AdamW (betas 0.9, 0.95; no weight decay)."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """Fall of the learning rate after the warm-up, to lr_end_fraction at the end of the planned steps."""
+    lr_end_fraction: float = 0.1
+    """Learning rate at the end as a share of --lr (linear and cosine)."""
+    lr_steps: Literal["all", "fresh"] = "all"
+    """Steps the schedule is planned for. fresh: the released FreshPER code's way, without replay steps, though they
+    advance it: it ends early."""
+    warmup_steps: int = 5
+    """Optimiser steps of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradient clipping by global norm."""
+    micro_batch_tokens: int = 4096
+    """Padded tokens of one forward and backward pass; changes speed and memory, not the gradient."""
+    micro_batch_size: int | None = None
+    """Rows of one forward and backward pass at most. None: --micro-batch-tokens alone decides."""
+    step_without_signal: bool = False
+    """Let the optimiser step (on momentum) when no row has a non-zero advantage, as the released FreshPER code does."""
+
+    # ---- replay
+    replay: Literal["none", "uniform", "per", "fresh"] = "fresh"
+    """none | uniform | per: prioritised without age decay (tau = inf) | fresh: priorities decay with age."""
+    replay_updates: int = 2
+    """Updates on replayed episodes an iteration (K)."""
+    replay_batch_size: int = 64
+    """Entries drawn for one replay update."""
+    replay_sampler: Literal["prioritized", "uniform", "newest", "never_used_first", "positive_bias"] | None = None
+    """Which entries are drawn. None: prioritized for per and fresh, uniform for uniform."""
+    capacity: int = 1024
+    """Entries the buffer holds."""
+    tau: Union[float, Literal["auto"]] = 30.0
+    """auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age. Or the age, in --age-unit, at which a priority has fallen to 1/e. The weight in the draw falls more slowly: tau/alpha."""
+    alpha: float = 0.6
+    """Exponent of the priority; 0 draws uniformly."""
+    priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"
+    """Base priority."""
+    beta: float = 0.4
+    """Importance-weight exponent at the start."""
+    beta_end: float = 1.0
+    """Importance-weight exponent after --beta-steps draws."""
+    beta_steps: int | None = None
+    """Draws over which beta rises. None: the planned number of replay updates."""
+    eps: float = 0.01
+    """Added to base priorities."""
+    insert_priority: Literal["base", "max"] = "base"
+    """Priority of a new entry: its own, or the largest in the buffer until its first draw."""
+    eviction: Literal["fifo", "lowest_priority"] = "fifo"
+    """Which entry leaves a full buffer."""
+    unit: Literal["episode", "group"] = "episode"
+    """What an entry is: an episode or all episodes of a problem's group."""
+    draw: Literal["systematic", "stratified", "iid"] = "systematic"
+    """How a batch is drawn; only systematic never repeats an entry."""
+    is_includes_age: bool = False
+    """Let importance weights undo the age decay too (at beta 1 they cancel freshness)."""
+    max_age: int | None = None
+    """Older entries, in --age-unit, are dropped."""
+    positive_fraction: float = 0.0
+    """Share of the buffer kept for older correct episodes (delta); needs --replay-sampler positive_bias."""
+    fresh_fraction: float = 0.0
+    """Share of a replay batch taken from the newest entries."""
+    probe_episodes: int = 32
+    """Episodes drawn uniformly from the last 16 x this many to measure the drift, an iteration (--tau auto)."""
+    min_size: int = 0
+    """Entries the buffer must hold before replay starts."""
+    age_unit: Literal["step", "iteration"] = "step"
+    """Unit of ages, --tau and --max-age: optimiser steps or iterations."""
+    store_without_signal: bool | None = None
+    """Store episodes whose advantages are all 0. None: no for per and fresh with a group-mean advantage, else yes."""
+
+    # ---- evaluation
+    eval_every: int = 5
+    """Iterations between evaluations; the start and the end are always evaluated. 0: only those."""
+    eval_problems: int = 512
+    """Held-out problems, one episode each, the same for every method and seed."""
+    eval_temperature: float = 1.0
+    """Sampling temperature in evaluation."""
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+
+def config_flags(path: Path) -> list[str]:
+    """The keys of a YAML file as command-line flags; exits with 2 on a key that is not a field of Args."""
+    try:
+        config = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
+    except (OSError, yaml.YAMLError) as error:
+        fail(f"cannot read the config {path}: {error}")
+    if not isinstance(config, dict):
+        fail(f"{path}: a config is a list of `key: value` lines, not a {type(config).__name__}")
+    names = [field.name for field in fields(Args)]
+    for key, value in config.items():
+        if key.replace("-", "_") not in names:
+            near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
+            fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
+        if not isinstance(value, str):
+            fail(f"{path}: {key} must be a single value, not {value}")
+    return [token for key, value in config.items()
+            for token in (f"--{key.replace('_', '-')}", {"null": "None", "true": "True", "false": "False"}.get(value, value))]
+
+
+def parse_args(argv: list[str]) -> Args:
+    """Args of `[config.yaml] --flag value ...`; without a config, configs/frozenlake_tiny.yaml. Exits with 2 on errors."""
+    words = [] if not argv or argv[0].startswith("-") else [argv[0]]
+    flags = argv[len(words):]
+    given = [token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")]
+    resumed = "resume" in given
+    if resumed and words:
+        fail(f"--resume takes its config from the run; leave out {words[0]}")
+    if resumed:
+        tokens = [flag.split("=", 1)[1] if "=" in flag else flags[place + 1] for place, flag in enumerate(flags)
+                  if flag.split("=")[0] == "--resume" and ("=" in flag or place + 1 < len(flags))]
+        config = Path(tokens[0] if tokens else "") / "config.yaml"
+        if not config.is_file():
+            fail(f"--resume: {config} does not exist; give the folder of a run, such as runs/NAME")
+    else:
+        config = Path(words[0]) if words else Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
+    from_config = config_flags(config)
+    try:
+        args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=__doc__)
+    except SystemExit as stop:
+        if stop.code and from_config:
+            print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
+        raise
+    in_config = {token[2:].replace("-", "_") for token in from_config[::2]}
+    return checked(args, set(given), in_config, config.stem if not resumed else None)
+
+
+def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
+    """Refuses settings that contradict each other (exit 2), settles what one setting decides for another."""
+    def together(*names):  # all from the command line, or all from the config
+        return set(names) <= given or set(names) <= in_config
+
+    kind = objective_of(args).advantage
+    if args.replay == "none":
+        if args.replay_updates and together("replay", "replay_updates"):
+            fail(f"--replay none and --replay-updates {args.replay_updates} contradict each other: choose --replay "
+                 "uniform, per or fresh, or drop --replay-updates")
+        if args.replay_updates and "replay_updates" in given:
+            fail(f"--replay-updates {args.replay_updates} needs a buffer, but the config says replay: none; add --replay fresh")
+        if args.replay_updates:
+            print("--replay none: no buffer and no replay updates")
+        args.replay_updates = 0
+    if args.replay == "per":
+        if args.tau != math.inf and together("replay", "tau"):
+            fail(f"--replay per has no age decay, so --tau {args.tau} contradicts it: use --replay fresh")
+        args.tau = math.inf
+    if args.group_size == 1 and kind in GROUP_MEAN:
+        fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be 0; "
+             "use --group-size 2 or more, or --algo reinforce++")
+    if args.tau != "auto" and not args.tau > 0:
+        fail(f"--tau {args.tau:g} must be above 0 (inf: no decay)")
+    if not args.fresh_update and not args.replay_updates:
+        fail("--fresh-update False without replay updates trains on nothing: set --replay fresh --replay-updates 1")
+    if args.replay_updates and args.replay_batch_size > args.capacity:
+        fail(f"--replay-batch-size {args.replay_batch_size} is larger than --capacity {args.capacity}: nothing could be drawn")
+    if kind != "gae" and args.replay_advantage == "vtrace":
+        fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
+    if kind != "gae" and args.priority == "td_error":
+        fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
+    if objective_of(args).loss in losses.RATIO_LOSSES and args.correction in losses.RATIO_CORRECTIONS:
+        fail(f"--correction {args.correction}: the loss {objective_of(args).loss!r} already holds the ratio to the sampling "
+             "policy, which must not count twice; use --loss decoupled_ppo")
+    for name in ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
+                 "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
+                 "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature", "eval_temperature", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
+    for name in ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
+                 "entropy_coef"):
+        if getattr(args, name) < 0:
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} must not be below 0")
+    if args.minibatches > args.problems_per_iteration:
+        fail(f"--minibatches {args.minibatches} is larger than --problems-per-iteration {args.problems_per_iteration}")
+    if args.problems_per_iteration > args.train_problems:
+        fail(f"--problems-per-iteration {args.problems_per_iteration} is larger than --train-problems {args.train_problems}")
+    if args.replay != "none":
+        try:
+            make_buffer(args)
+        except ValueError as error:
+            fail(str(error))
+    if args.store_without_signal is None:
+        args.store_without_signal = not (kind in GROUP_MEAN and sampler_of(args) == "prioritized"
+                                         and zero_advantage_is_silent(args))
+    if args.name is None and not args.resume:
+        args.name = f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return args
+
+
+def sampler_of(args: Args) -> str:
+    return args.replay_sampler or ("uniform" if args.replay == "uniform" else "prioritized")
+
+
+def make_buffer(args: Args) -> ReplayBuffer:
+    shared = ("capacity", "priority", "alpha", "tau", "beta", "beta_end", "eps", "insert_priority", "eviction", "unit",
+              "draw", "is_includes_age", "max_age", "positive_fraction", "fresh_fraction", "min_size", "seed")
+    settings = {name: getattr(args, name) for name in shared} | ({"tau": FIRST_TAU} if args.tau == "auto" else {})
+    return ReplayBuffer(sampler=sampler_of(args), beta_steps=args.beta_steps or max(1, args.iterations * args.replay_updates),
+                        **settings)
+
+
+# --------------------------------------------------------------------------------------------------------- the loop
+
+
+def rng_of(args: Args, purpose: str, iteration: int) -> np.random.Generator:
+    """A generator of its own for each purpose and iteration: nothing to save, and no purpose disturbs another."""
+    return np.random.default_rng([args.seed, zlib.crc32(purpose.encode()), iteration])
+
+
+def make_learner(args: Args, policy) -> Learner:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
+    objective = objective_of(args)
+    learner = Learner(args, accelerator, *accelerator.prepare(policy, optimizer), schedule)
+    if objective.advantage == "gae":
+        critic = Critic(policy)
+        learner.critic, learner.critic_optimizer = accelerator.prepare(
+            critic, torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, betas=(0.9, 0.95), weight_decay=0.0))
+    if objective.kl_in or objective.loss == "tba":
+        learner.reference = accelerator.prepare(copy.deepcopy(policy).requires_grad_(False))
+    return learner
+
+
+def main(args: Args) -> dict:
+    """Train; returns the summary that is also written to summary.json."""
+    started = time.time()
+    run = Path(args.resume or Path(args.runs_dir) / args.name)
+    if not args.resume and run.exists():
+        fail(f"{run} exists already: choose another --name, or go on with --resume {run}")
+    if args.resume and not checkpoints(run):
+        fail(f"{run} has no checkpoint to go on from")
+
+    make_env = lambda: ENVS[args.env](size=args.board_size, slippery=args.slippery)  # noqa: E731
+    source = args.model if args.model != "tiny" else warm_started_tiny(
+        make_env(), Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
+        skill=args.warm_start_skill, max_turns=args.max_turns)
+    policy, tokenizer = load_policy(source, getattr(torch, args.dtype))
+    learner = make_learner(args, policy)  # the reference is the policy at the start, also when a run is resumed
+    chat, engine = Chat(tokenizer), HFEngine(learner.policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+    train_problems = np.array(make_env().problems("train", args.train_problems))
+    heldout_problems = make_env().problems("heldout", args.eval_problems)
+
+    memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
+                                           group_size=max(2, args.group_size), seed=args.seed)}
+    buffer, drift = None, None
+    if args.replay != "none":
+        buffer = memories["buffer"] = make_buffer(args)
+    if args.tau == "auto" and buffer is not None:
+        drift = memories["drift"] = DriftEstimator()
+        memories["recent"] = ReplayBuffer(16 * args.probe_episodes, sampler="uniform", seed=args.seed + 1)
+    state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0}
+    if args.resume:
+        checkpoint = checkpoints(run)[-1]
+        learner.policy.load_state_dict(load_policy(checkpoint, getattr(torch, args.dtype))[0].state_dict())
+        state |= load_checkpoint(checkpoint, learner, memories)
+        print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}")
+
+    play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
+            "context_length": learner.policy.config.max_position_embeddings}
+    judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
+    log = RunLog(run, args, state["iteration"])
+    if state["start"] is None:
+        state["start"] = state["best"] = judge()["success"]
+
+    def step_on(episodes, **how):
+        """One update; counts the step, and ends the run after three in a row that were not finite."""
+        metrics = update(learner, episodes, **how)
+        state["step"] += metrics["steps"]
+        state["bad_updates"] = state["bad_updates"] + 1 if metrics["nonfinite"] else 0
+        if metrics["nonfinite"]:
+            log.bad_update(iteration, metrics, episodes)
+        if state["bad_updates"] == 3:
+            fail("three updates in a row had a loss or gradient that is not finite; the last lines of episodes.jsonl name "
+                 "their episodes; a smaller --lr or --max-grad-norm often helps")
+        return metrics
+
+    with log:
+        for iteration in range(state["iteration"] + 1, args.iterations + 1):
+            clock, n = Clock(), args.problems_per_iteration
+            now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
+
+            # ---- sample
+            asked = memories["problems"].select(n, iteration)
+            groups = np.arange(n) + iteration * n
+            episodes, transcripts = collect(
+                engine, chat, make_env, train_problems[asked].repeat(args.group_size), groups.repeat(args.group_size),
+                rng_of(args, "sampling", iteration).integers(2**31, size=n * args.group_size),
+                temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
+            for place, members in zip(asked, np.array_split(np.arange(len(episodes)), n)):
+                memories["problems"].update(place, [float(episodes[row].info["success"]) for row in members], iteration)
+            add_advantages(learner, episodes)
+            clock.lap("sample")
+
+            # ---- store
+            signal = [has_signal(episode) for episode in episodes]
+            stored = [episode for episode, useful in zip(episodes, signal) if useful or args.store_without_signal]
+            if buffer is not None and stored:
+                base = td_errors(learner, stored) if args.priority == "td_error" else None
+                buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
+            if drift is not None:
+                memories["recent"].add(episodes, now(), birthdays=[now()] * len(episodes))
+
+            # ---- update on fresh episodes
+            fresh, shuffle = [], rng_of(args, "minibatches", iteration)
+            several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
+            proximal_BT = score(learner.policy, episodes, learner) if args.fresh_update and several else None
+            for _ in range(args.fresh_epochs if args.fresh_update else 0):
+                for members in np.array_split(shuffle.permutation(groups), args.minibatches):
+                    rows = [row for row, episode in enumerate(episodes) if episode.group_id in members]
+                    fresh.append(step_on([episodes[row] for row in rows],
+                                         proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
+            clock.lap("fresh")
+
+            # ---- update on replayed episodes
+            replayed, samples = [], []
+            while len(replayed) < args.replay_updates and buffer.ready(args.replay_batch_size, now()):
+                sample = buffer.sample(args.replay_batch_size, now())
+                replayed.append(step_on(sample.episodes, weights=sample.weights, ages=sample.ages, replayed=True))
+                samples.append(sample)
+                if args.priority == "td_error":  # the one base priority that changes with the learner
+                    buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
+            engine.sync()
+            clock.lap("replay")
+
+            # ---- measure the drift, set tau
+            fit = None
+            if drift is not None:
+                if memories["recent"].ready(args.probe_episodes, now()):
+                    probe = memories["recent"].sample(args.probe_episodes, now())
+                    log_ratio_B = sum_log_ratios(learner, probe.episodes)
+                    drift.add(probe.ages, sequence_kl(log_ratio_B))
+                fit = drift.fit()
+                if fit:
+                    buffer.set_tau(drift.tau())
+                clock.lap("probe")
+
+            # ---- evaluate, log, save
+            last = iteration == args.iterations
+            due = last or (args.eval_every and iteration % args.eval_every == 0)
+            judged = judge() if due else {}
+            state |= {"iteration": iteration, "episodes": state["episodes"] + len(episodes),
+                      "tokens": state["tokens"] + sum(len(episode.tokens) for episode in episodes),
+                      "best": max(state["best"], judged.get("success", 0.0))}
+            clock.lap("eval")
+            names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
+            memory = buffer.stats(now()) | drift_metrics(args, buffer, fit) if buffer is not None else {"bytes": 0}
+            metrics = {
+                **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
+                **under("fresh", fresh_metrics(episodes, signal, stored, buffer) | merged(fresh, names)),
+                "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
+                "fresh/sampler_trainer_difference_max": fresh[0].get("log_prob_difference_max") if fresh else None,
+                **under("replay", merged(replayed, names) | replay_metrics(samples)),
+                **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
+                **under("problems", memories["problems"].stats(iteration)),
+                **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
+                **under("time", clock.metrics(sum(len(episode.tokens) for episode in episodes)))}
+            log.iteration(metrics, episodes, transcripts)
+            if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
+                save_checkpoint(run, learner, tokenizer, memories, state, args.keep_checkpoints)
+        plot_learning_curve(run)
+        if drift is not None:
+            plot_drift(run, drift)
+        summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
+                   "final_success": judged["success"], "heldout_problems": args.eval_problems, "iterations": args.iterations,
+                   "steps": state["step"], "episodes": state["episodes"], "minutes": round((time.time() - started) / 60, 2)}
+        log.finish(summary)
+    engine.close()
+    return summary
+
+
+def sum_log_ratios(learner: Learner, episodes) -> np.ndarray:
+    """(B,) log current/behaviour of whole episodes."""
+    current_BT = score(learner.policy, episodes, learner).double().numpy()
+    return np.array([row_T[:len(episode.tokens)].sum() - episode.behavior_logprobs.sum(dtype=np.float64)
+                     for row_T, episode in zip(current_BT, episodes)])
+
+
+# ---- what is logged beside the update's own metrics
+
+
+def under(name: str, metrics: dict) -> dict:
+    return {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def fresh_metrics(episodes, signal, stored, buffer) -> dict:
+    info = {key: [episode.info[key] for episode in episodes] for key in episodes[0].info}
+    turns = sum(info["turns"])
+    return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
+            "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
+            "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
+            "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]), "signal_share": np.mean(signal),
+            "stored_share": len(stored) / len(episodes) if buffer is not None else None}
+
+
+def replay_metrics(samples) -> dict:
+    if not samples:
+        return dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "weight_min")) | {"updates": 0}
+    ages = np.concatenate([sample.ages for sample in samples])
+    return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
+            "unique_fraction": np.mean([len(np.unique(sample.ids)) / len(sample.ids) for sample in samples]),
+            "success": np.mean([episode.info["success"] for sample in samples for episode in sample.episodes]),
+            "weight_min": min(sample.weights.min() for sample in samples)}
+
+
+def drift_metrics(args: Args, buffer, fit) -> dict:
+    found = {f"drift_{name}": fit and fit[name] for name in ("c", "k0", "r2")} if args.tau == "auto" else {}
+    return found | {"tau": buffer.tau, "tau_over_alpha": buffer.tau / args.alpha if args.alpha else None}
+
+
+def list_objectives():
+    print("bundles (--algo), and what each sets:")
+    for name, bundle in losses.ALGORITHMS.items():
+        options = " ".join(f"{key}={value}" for key, value in bundle["loss_options"].items())
+        print(f"  {name:21} advantage {bundle['advantage']:21} loss {bundle['loss']:14} {bundle['aggregation']:20} {options:28} "
+              f"{bundle['note']}")
+    for flag, parts in (("advantage", losses.ADVANTAGES), ("loss", losses.LOSSES), ("aggregation", losses.AGGREGATIONS),
+                        ("correction", losses.CORRECTIONS), ("kl-kind", losses.KLS)):
+        print(f"--{flag}: {', '.join(parts)}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--list"]:
+        list_objectives()
+    else:
+        main(parse_args(sys.argv[1:]))

@@ -1,0 +1,326 @@
+"""One optimiser step on a batch of episodes, fresh or replayed: micro-batches, one denominator, critic and reference."""
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
+                    m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
+from models import collate, micro_batches, token_logprobs
+
+PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
+POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
+                  "correction_weight", "entropy", "kl_reference", *DIAGNOSTICS)
+CRITIC_METRICS = ("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm")
+
+
+@dataclass
+class Learner:
+    """What an update changes and reads. `critic` and `reference` are None where the objective has none."""
+    args: object
+    accelerator: object
+    policy: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: object
+    critic: torch.nn.Module | None = None
+    critic_optimizer: torch.optim.Optimizer | None = None
+    reference: torch.nn.Module | None = None
+
+    @property
+    def device(self):
+        return self.accelerator.device
+
+    def optimizers(self) -> dict:
+        return {"policy": self.optimizer} | ({"critic": self.critic_optimizer} if self.critic is not None else {})
+
+
+@dataclass
+class Objective:
+    """The parts of `--algo` after the overrides of the command line."""
+    advantage: str
+    whiten: bool | None
+    loss: str
+    loss_options: dict
+    aggregation: str
+    kl_in: str | None
+    kl_kind: str | None
+
+
+def objective_of(args) -> Objective:
+    bundle = ALGORITHMS[args.algo]
+    given = {name: getattr(args, name) for name in ("eps_low", "eps_high", "dual_clip") if getattr(args, name) is not None}
+    advantage = args.advantage or bundle["advantage"]
+    return Objective(advantage, bundle["whiten"] if advantage == bundle["advantage"] else None, args.loss or bundle["loss"],
+                     bundle["loss_options"] | given, args.aggregation or bundle["aggregation"],
+                     (args.kl_in or bundle["kl_in"] or "loss") if args.kl_coef else None,
+                     args.kl_kind or bundle["kl_kind"] or "k3")
+
+
+def zero_advantage_is_silent(args) -> bool:
+    """Whether a row of zero advantages has zero gradient, so that it need not be computed."""
+    objective = objective_of(args)
+    return (objective.kl_in != "loss" and not args.entropy_coef and objective.loss not in ("tba", "sft_positive")
+            and objective.advantage != "gae")
+
+
+# --------------------------------------------------------------------------------------------- per-token quantities
+
+
+def padded(rows) -> torch.Tensor:
+    """A list of (T,) arrays as one (B, T) tensor, zeros on the right."""
+    return collate([{"row": row} for row in rows], 0)["row"]
+
+
+@torch.no_grad()
+def per_token(function, episodes, learner: Learner) -> torch.Tensor:
+    """function(tokens_BT, mask_BT) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU."""
+    args, rows = learner.args, [None] * len(episodes)
+    for micro in micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size):
+        tokens_BT, mask_BT = on_device([episodes[row] for row in micro], learner.device)
+        for row, values_T in zip(micro, function(tokens_BT, mask_BT).cpu()):
+            rows[row] = values_T[:len(episodes[row].tokens)]
+    return padded(rows)
+
+
+def on_device(episodes, device):
+    tokens_BT = padded([episode.tokens.astype(np.int64) for episode in episodes])
+    return tokens_BT.to(device), padded([episode.action_mask for episode in episodes]).to(device)
+
+
+def score(model, episodes, learner: Learner) -> torch.Tensor:
+    """(B, T) log-probs of the episodes' action tokens under `model` now."""
+    return per_token(lambda tokens_BT, mask_BT: token_logprobs(model, tokens_BT, mask_BT, learner.args.temperature)[0],
+                     episodes, learner)
+
+
+def token_rewards(episodes) -> torch.Tensor:
+    """(B, T): each turn's reward on its last action token."""
+    rewards_BT = torch.zeros(len(episodes), max(len(episode.tokens) for episode in episodes))
+    for row, episode in enumerate(episodes):
+        rewards_BT[row, episode.turn_ends - 1] = torch.from_numpy(episode.turn_rewards)
+    return rewards_BT
+
+
+def reward_kl(learner: Learner, episodes) -> torch.Tensor | None:
+    """(B, T) coefficient times KL to the reference where it belongs into the reward, from the behaviour log-probs."""
+    args, objective = learner.args, objective_of(learner.args)
+    if objective.kl_in != "reward":
+        return None
+    behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
+    return args.kl_coef * kl(objective.kl_kind, behavior_BT, score(learner.reference, episodes, learner))
+
+
+def values_and_rewards(learner: Learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) critic values now, and rewards less the reward KL."""
+    values_BT = per_token(learner.critic, episodes, learner)
+    kl_BT = reward_kl(learner, episodes)
+    return values_BT, token_rewards(episodes) - (0 if kl_BT is None else kl_BT)
+
+
+def td_errors(learner: Learner, episodes) -> np.ndarray:
+    """(B,) mean |r + gamma V' - V| over action tokens: the base priority `td_error`."""
+    values_BT, rewards_BT = values_and_rewards(learner, episodes)
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    delta_BT, _ = gae(rewards_BT, values_BT, mask_BT, gamma=learner.args.gamma, lam=0.0)
+    return (delta_BT.abs().sum(1) / mask_BT.sum(1)).numpy().astype(np.float64)
+
+
+def add_advantages(learner: Learner, episodes):
+    """Fills `episode.advantages` (and `values`), once, while every group is whole."""
+    args, objective = learner.args, objective_of(learner.args)
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    values_BT = None
+    if objective.advantage == "gae":
+        values_BT = per_token(learner.critic, episodes, learner)
+        for episode, values_T in zip(episodes, values_BT.numpy()):
+            episode.values = values_T[:len(episode.tokens)].copy()
+    rewards = token_rewards(episodes) if objective.advantage in PER_TOKEN_KINDS else \
+        torch.tensor([episode.reward for episode in episodes])
+    groups_B = torch.tensor([episode.group_id for episode in episodes])
+    # ALGO LOGIC: what a token is worth
+    advantages_BT = compute_advantages(objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma,
+                                       lam=args.lam, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten)
+    for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
+        episode.advantages = advantages_T[:len(episode.tokens)].copy()
+
+
+def has_signal(episode) -> bool:
+    return bool(episode.advantages.any())
+
+
+# ------------------------------------------------------------------------------------------------------ the step
+
+
+def value_targets(learner: Learner, episodes, replayed: bool):
+    """(values when the update began, value targets, V-trace advantages), (B, T) each; the last is None on fresh episodes.
+
+    Fresh episodes keep the values of their collection; on replay they are recomputed.
+    """
+    args = learner.args
+    values_BT, rewards_BT = values_and_rewards(learner, episodes)
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    if not replayed:
+        values_BT = padded([episode.values for episode in episodes])
+        return values_BT, gae(rewards_BT, values_BT, mask_BT, gamma=args.gamma, lam=args.lam)[1], None
+    log_ratio_BT = torch.zeros_like(values_BT)
+    if args.replay_advantage == "vtrace":
+        log_ratio_BT = score(learner.policy, episodes, learner) - padded([episode.behavior_logprobs for episode in episodes])
+    advantages_BT, targets_BT = vtrace(rewards_BT, values_BT, log_ratio_BT, mask_BT, gamma=args.gamma, lam=args.lam)
+    return values_BT, targets_BT, advantages_BT
+
+
+def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
+    """(B, T) advantages of a replayed batch: the stored ones, unless a named switch asks for something else."""
+    args = learner.args
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    if args.replay_advantage == "vtrace":
+        return whitened(vtrace_BT, mask_BT)
+    if args.replay_advantage == "released":  # normalised again inside the drawn batch: a lone member of a group gets 0
+        rewards_B = torch.tensor([episode.reward for episode in episodes])
+        groups_B = torch.tensor([episode.group_id for episode in episodes])
+        return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True)
+    return padded([episode.advantages for episode in episodes])
+
+
+def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
+    """Adds the gradient of one optimiser step over `episodes` to policy and critic; returns the step's metrics.
+
+    `weights` (B,) multiply episodes' losses (importance weights of the draw), `ages` (B,) serve `--correction age_discount`.
+    `proximal_BT`: log-probs when the batch's
+    first update began, for decoupled_ppo; None: now. All micro-batches share one denominator. Rows that can add nothing
+    to the gradient count in the denominator but are not computed.
+    """
+    args, objective = learner.args, objective_of(learner.args)
+    behavior_BT, mask_BT = (padded([getattr(episode, name) for episode in episodes])
+                            for name in ("behavior_logprobs", "action_mask"))
+    old_values_BT, targets_BT, vtrace_BT = (None,) * 3 if learner.critic is None else value_targets(learner, episodes, replayed)
+    advantages_BT = replay_advantages(learner, episodes, vtrace_BT) if replayed else padded([e.advantages for e in episodes])
+    if args.advantage_clip is not None:
+        advantages_BT = advantages_BT.clamp(-args.advantage_clip, args.advantage_clip)
+    rows_of = {"behavior": behavior_BT, "advantages": advantages_BT}
+    per_step = {"max_length": args.max_turns * args.max_new_tokens, "aggregation": objective.aggregation}
+    per_step["denominator"] = step_denominator(mask_BT, objective.aggregation, max_length=per_step["max_length"])
+    options = dict(objective.loss_options, correction=args.correction, correction_low=args.correction_low,
+                   correction_high=args.correction_high)
+    if replayed and args.algo == "ppo" and args.dual_clip is None:
+        options["dual_clip"] = 3.0  # a stale token with A < 0 and a large ratio would dominate the step
+    if objective.kl_in == "loss" or objective.loss == "tba":
+        rows_of["reference"] = score(learner.reference, episodes, learner)
+    if objective.loss == "decoupled_ppo":
+        rows_of["proximal"] = score(learner.policy, episodes, learner) if proximal_BT is None else proximal_BT
+    if objective.loss == "m2po":
+        options["m2_bound"] = m2po_bound(score(learner.policy, episodes, learner), behavior_BT, advantages_BT, mask_BT)
+    rewards_B = torch.tensor([episode.reward for episode in episodes])
+    if objective.loss == "tba":
+        groups_B = torch.tensor([episode.group_id for episode in episodes])
+        log_z_B = tba_log_z(score(learner.policy, episodes, learner), rows_of["reference"], rewards_B, groups_B, mask_BT)
+    if learner.critic is not None:
+        rows_of |= {"old_values": old_values_BT, "targets": targets_BT}
+
+    signal_B = advantages_BT.ne(0).any(1)
+    chosen = signal_B.nonzero().flatten().tolist() if zero_advantage_is_silent(args) else list(range(len(episodes)))
+    ages_B = torch.zeros(len(episodes)) if ages is None else torch.as_tensor(ages).float()
+    seen, totals = [], dict.fromkeys(("loss", "clip_fraction", "correction_weight", "entropy", "kl_reference", "value_loss",
+                                      "value_clip_fraction", "tokens_trained"), 0.0)
+    for micro in micro_batches([len(episodes[row].tokens) for row in chosen], args.micro_batch_tokens, args.micro_batch_size):
+        rows = [chosen[index] for index in micro]
+        tokens_BT, mask = on_device([episodes[row] for row in rows], learner.device)
+        width = tokens_BT.shape[1]
+        batch = {name: tensor[rows, :width].to(learner.device) for name, tensor in rows_of.items()}
+        weights_B = None if weights is None else torch.as_tensor(weights)[rows].to(learner.device)
+        logprobs_BT, entropy_BT = token_logprobs(learner.policy, tokens_BT, mask, args.temperature, bool(args.entropy_coef))
+        if objective.loss == "tba":
+            options |= {"reference_logprobs_BT": batch["reference"], "log_z_B": log_z_B[rows].to(learner.device)}
+        if objective.loss in ("tba", "sft_positive"):
+            options["rewards_B"] = rewards_B[rows].to(learner.device)
+        # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
+        loss, part = policy_loss(objective.loss, logprobs_BT, batch["behavior"], batch["advantages"], mask,
+                                 proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B,
+                                 ages_B=ages_B[rows].to(learner.device), **per_step, **options)
+        if objective.kl_in == "loss":  # samples of an older policy need the ratio
+            kind = args.replay_kl_kind if replayed else objective.kl_kind
+            kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
+            loss = loss + args.kl_coef * aggregate(kl_BT, mask, weights_B=weights_B, **per_step)
+            totals["kl_reference"] += kl_BT.sum().item()
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * aggregate(entropy_BT, mask, weights_B=weights_B, **per_step)
+        learner.accelerator.backward(loss)
+        if learner.critic is not None:
+            critic_loss, critic_part = value_loss(learner.critic(tokens_BT, mask), batch["targets"], mask, weights_B=weights_B,
+                                                  old_values_BT=batch["old_values"], clip=args.value_clip, **per_step)
+            learner.accelerator.backward(critic_loss)
+            totals["value_loss"] += critic_loss.item()
+            totals["value_clip_fraction"] += int(mask.sum()) * critic_part.get("value_clip_fraction", 0.0)
+        tokens = int(mask.sum())
+        totals["loss"] += loss.item()
+        totals["tokens_trained"] += tokens
+        totals["entropy"] += entropy_BT.sum().item()
+        for name in ("clip_fraction_low", "clip_fraction_high"):
+            totals["clip_fraction"] += tokens * part.get(name, 0.0)
+        totals["correction_weight"] += tokens * part.get("correction_weight", 1.0)
+        logprobs_BT = logprobs_BT.detach().cpu()
+        seen += [(row, logprobs_BT[index]) for index, row in enumerate(rows)]
+
+    metrics = totals | {"nonzero_advantage_rows": signal_B.double().mean().item()}
+    for name in ("clip_fraction", "correction_weight", "entropy", "kl_reference", "value_clip_fraction"):
+        metrics[name] = totals[name] / totals["tokens_trained"] if chosen else None
+    if chosen:
+        rows, logprobs = zip(*seen)
+        rows, logprobs_BT = list(rows), padded(logprobs)
+        aligned = (tensor[rows, :logprobs_BT.shape[1]] for tensor in (behavior_BT, advantages_BT, mask_BT))
+        metrics = diagnostics(logprobs_BT, *aligned) | metrics
+    if learner.critic is not None:
+        metrics["explained_variance"] = explained_variance(old_values_BT, targets_BT, mask_BT)
+    return metrics
+
+
+def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
+    """One optimiser step on `episodes`, or none where nothing carries signal or something is not finite."""
+    args, clip = learner.args, learner.accelerator.clip_grad_norm_
+    metrics = gradients(learner, episodes, weights, ages, proximal_BT, replayed)
+    trained = metrics["tokens_trained"] > 0
+    metrics |= {"lr": learner.schedule.get_last_lr()[0], "without_signal": int(not trained),
+                "grad_norm": float(clip(learner.policy.parameters(), args.max_grad_norm)) if trained else 0.0}
+    checked = [metrics["loss"], metrics["grad_norm"]]
+    if learner.critic is not None:
+        metrics["critic_grad_norm"] = float(clip(learner.critic.parameters(), args.max_grad_norm)) if trained else 0.0
+        checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
+    metrics["nonfinite"] = int(not all(map(math.isfinite, checked)))
+    metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))
+    if metrics["steps"]:
+        if not trained:  # the released code's step on momentum alone
+            for parameter in learner.policy.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        learner.optimizer.step()
+        learner.schedule.step()
+        if learner.critic is not None:
+            learner.critic_optimizer.step()
+    for optimizer in learner.optimizers().values():
+        optimizer.zero_grad()
+    return metrics
+
+
+def merged(updates: list[dict], names) -> dict:
+    """The metrics of an iteration's updates as one: sums of counts, extremes of extremes, means of the rest."""
+    result = {}
+    for name in names:
+        values = [metrics[name] for metrics in updates if metrics.get(name) is not None]
+        if name in ("steps", "tokens_trained", "without_signal", "nonfinite", "clamped"):
+            result[name] = sum(values)
+        else:
+            how = max if "max" in name else min if "min" in name else np.mean
+            result[name] = float(how(values)) if values else None
+    return result
+
+
+def learning_rate_factor(args):
+    """step -> share of --lr: linear warm-up, then the schedule over all planned steps, and flat after its end."""
+    fresh = args.fresh_update * args.fresh_epochs * args.minibatches
+    planned = args.iterations * (fresh + args.replay_updates * (args.lr_steps == "all"))
+
+    def factor(step):
+        done = min(1.0, max(0, step - args.warmup_steps) / max(1, planned - args.warmup_steps))
+        fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
+        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * (args.lr_end_fraction + (1 - args.lr_end_fraction) * fall)
+    return factor
