@@ -5,6 +5,7 @@ Freshness-aware prioritised replay (FreshPER, arXiv 2604.16918) draws entry i wi
 All entries age together, so the decay is folded into a weight that is set once, exp(alpha·(log p_i + birthday_i/tau)):
 the ratios between weights, hence P, are the same at every step, and ageing costs nothing.
 """
+
 import difflib
 import json
 import math
@@ -59,7 +60,7 @@ def _vector(name: str, value: Any, dtype: type, length: int | None = None) -> np
 
 
 def _require_all(ok_T: np.ndarray, name: str, values_T: np.ndarray, rule: str) -> None:
-    if not ok_T.all():
+    if np.count_nonzero(ok_T) < len(ok_T):  # several times faster than ok_T.all()
         position = int(np.argmin(ok_T))
         raise ValueError(f"{name}[{position}] is {values_T[position]}; {rule}")
 
@@ -233,8 +234,8 @@ class SumTree:
     def find(self, targets: np.ndarray) -> np.ndarray:
         """For each target the smallest index whose cumulative sum is strictly greater: never a leaf of zero."""
         targets = np.minimum(targets, np.nextafter(self.total, 0))  # rounding must not lead past the last leaf
-        indices, sums, rows = np.searchsorted(self.top, targets, side="right"), self.top[None], np.zeros(1, np.int64)
-        children = indices
+        indices = children = np.searchsorted(self.top, targets, side="right")
+        sums, rows = self.top[None], 0
         for lower in self.levels[-2::-1]:
             targets = targets - np.where(children > 0, sums[rows, children - 1], 0.0)
             sums, rows = np.cumsum(lower.reshape(-1, self.WIDTH)[indices], axis=1), np.arange(len(targets))
@@ -694,7 +695,7 @@ class ReplayBuffer:
             slots = self.tree.find(targets)[self.rng.permutation(n)]
             expected = self.tree.leaves[slots] * (n / total)
             certain = expected >= 1 - 1e-9
-            if self.draw != "systematic" or not certain.any():
+            if self.draw != "systematic" or not np.count_nonzero(certain):
                 parts.append((slots, expected))
                 break
             certain = np.unique(slots[certain])
@@ -715,7 +716,7 @@ class ReplayBuffer:
     def _count_uses(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Count a batch's uses; returns each row's steps since its last use (arXiv 2604.08706, see `ReplaySample`)."""
         uses = self.uses[slots]
-        gaps = np.where(uses > 0, step - self.last_use[slots], -1)
+        gaps = np.where(uses == 0, -1, step - self.last_use[slots])
         self.uses[slots] = uses + 1
         if self.draw != "systematic":
             again = np.ones(len(slots), bool)

@@ -56,7 +56,8 @@ def plot_learning_curve(run: Path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     judged = [line for line in lines if line["eval/success"] is not None]
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color="0.7", label="training reward")
+    axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color="0.7",
+              label="training reward")
     axes.plot([0] + [line["iteration"] for line in judged],
               [lines[0]["eval/start_success"]] + [line["eval/success"] for line in judged], marker="o", label="held-out success")
     axes.set(xlabel="iteration", ylabel="success, reward", ylim=(min(0, axes.get_ylim()[0]), 1), title=run.name)
@@ -111,8 +112,8 @@ def main(arguments: EvalArgs) -> dict:
     low, high = wilson_interval(round(result["success"] * result["problems"]), result["problems"])
     result |= {"success_low": low, "success_high": high, "checkpoint": checkpoints[-1].name}
     (run / "eval.json").write_text(json.dumps(result, indent=1))
-    print(f"{run} {checkpoints[-1].name}: success {result['success']:.3f} (95 % interval {low:.3f} to {high:.3f}) on "
-          f"{result['problems']} held-out problems; {result['turns']:.1f} turns, {result['parse_failures']:.1%} answers not valid")
+    print(f"{run} {checkpoints[-1].name}: success {result['success']:.3f} (95 % interval {low:.3f} to "
+          f"{high:.3f}) on {result['problems']} held-out problems; {result['turns']:.1f} turns, {result['parse_failures']:.1%} answers not valid")
     return result
 
 

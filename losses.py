@@ -691,8 +691,6 @@ ALGORITHMS = {
     "topr": _bundle("2503.14286: only negatives are weighted", "dr_grpo", "topr", "seq_mean_token_sum"),
     "m2po": _bundle("2510.01161: second-moment budget", "grpo", "m2po", "token_mean"),
     "one_side": _bundle("2509.24203: REC-OneSide-NoIS", "grpo", "one_side", "token_mean"),
-    "rlep": _bundle("2507.07451: groups of fresh and replayed answers", "rlep_mixed", "ppo_clip", "token_mean",
-                    eps_high=0.28, dual_clip=10.0),
     "tba": _bundle("2503.18929: trajectory balance, needs a reference policy", "dr_grpo", "tba", "seq_mean_token_sum"),
     "sft_positive": _bundle("2304.06767: imitation of successes", "reinforce", "sft_positive", "token_mean"),
 }

@@ -84,7 +84,7 @@ class Critic(torch.nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.backbone = copy.deepcopy(policy.get_decoder())
+        self.backbone = copy.deepcopy(policy.get_decoder())  # under LoRA: the frozen weights with adapters of its own
         self.head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)  # values start at 0, not at noise
         torch.nn.init.zeros_(self.head.bias)
@@ -209,9 +209,10 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     and seed of an experiment starts from the same weights. Parallel runs wait for the one that is making it.
     """
     learning_rate, batch_tokens, count = 4e-3, 8192, 40 * updates
+    tokenizer = tiny_tokenizer()
     recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate,
-              "batch_tokens": batch_tokens, "demonstrations": count, "tokenizer": tiny_tokenizer().backend_tokenizer.to_str(),
-              "config": tiny_config(tiny_tokenizer()).to_dict(), "env": {k: v for k, v in vars(env).items() if isinstance(v, (int, float, str))},
+              "batch_tokens": batch_tokens, "demonstrations": count, "env": vars(env),
+              "tokenizer": tokenizer.backend_tokenizer.to_str(), "config": tiny_config(tokenizer).to_dict(),
               "code": [inspect.getsource(thing) for thing in (demonstrations, imitate, Chat, token_logprobs, type(env))]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny_{type(env).name}_{key}"

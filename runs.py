@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from peft import set_peft_model_state_dict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
+
+from models import load_policy
 
 
 def fail(message: str):
@@ -71,8 +74,12 @@ def save_checkpoint(run: Path, learner, tokenizer, memories: dict, state: dict, 
 
 
 def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
-    """Fills optimisers, critic and memories from `save_checkpoint`'s folder (the policy is loaded from it as any Hugging
-    Face folder is); returns the counters."""
+    """Fills policy, critic, optimisers and memories from `save_checkpoint`'s folder; returns the counters."""
+    policy = learner.accelerator.unwrap_model(learner.policy)
+    if learner.args.lora_rank:
+        set_peft_model_state_dict(policy, load_file(folder / "adapter_model.safetensors"))
+    else:
+        policy.load_state_dict(load_policy(folder, policy.dtype)[0].state_dict())
     state = json.loads((folder / "state.json").read_text())
     for name, optimizer in learner.optimizers().items():
         moments = {}

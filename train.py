@@ -19,13 +19,14 @@ import time
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Union
+from typing import Annotated, Literal, Union
 
 import numpy as np
 import torch
 import tyro
 import yaml
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 
 import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
@@ -52,7 +53,7 @@ class Args:
     """Folder of all runs."""
     seed: int = 0
     """Decides problems, sampling, mini-batches and replay draws. The warm start has its own seed."""
-    iterations: int = 40
+    iterations: int = 30
     """RL iterations: sample, update, replay."""
     resume: str | None = None
     """Run folder to go on from its last checkpoint, with its own config; flags given here override it."""
@@ -72,6 +73,8 @@ class Args:
     """tiny (about 1 M parameters, warm-started by imitating a weak player), a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters on all linear layers (alpha twice the rank); 0: all weights are trained."""
     warm_start_seed: int = 0
     """Seed of the tiny policy's weights and imitation; not tied to --seed, so that all runs start from one policy."""
     warm_start_updates: int = 120
@@ -192,7 +195,8 @@ class Args:
     """Updates on replayed episodes an iteration (K)."""
     replay_batch_size: int = 64
     """Entries drawn for one replay update."""
-    replay_sampler: Literal["prioritized", "uniform", "newest", "never_used_first", "positive_bias"] | None = None
+    replay_sampler: Annotated[Literal["prioritized", "uniform", "newest", "never_used_first", "positive_bias"] | None,
+                              tyro.conf.arg(aliases=["--sampler"])] = None
     """Which entries are drawn. None: prioritized for per and fresh, uniform for uniform."""
     capacity: int = 1024
     """Entries the buffer holds."""
@@ -224,6 +228,8 @@ class Args:
     """Older entries, in --age-unit, are dropped."""
     positive_fraction: float = 0.0
     """Share of the buffer kept for older correct episodes (delta); needs --replay-sampler positive_bias."""
+    positive_advantage_only: bool = False
+    """positive_bias: a correct episode must also have a non-zero advantage to be kept longer."""
     fresh_fraction: float = 0.0
     """Share of a replay batch taken from the newest entries."""
     probe_episodes: int = 32
@@ -334,7 +340,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         if not getattr(args, name) > 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
     for name in ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
-                 "entropy_coef"):
+                 "entropy_coef", "lora_rank"):
         if getattr(args, name) < 0:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} must not be below 0")
     if args.minibatches > args.problems_per_iteration:
@@ -360,7 +366,8 @@ def sampler_of(args: Args) -> str:
 
 def make_buffer(args: Args) -> ReplayBuffer:
     shared = ("capacity", "priority", "alpha", "tau", "beta", "beta_end", "eps", "insert_priority", "eviction", "unit",
-              "draw", "is_includes_age", "max_age", "positive_fraction", "fresh_fraction", "min_size", "seed")
+              "draw", "is_includes_age", "max_age", "positive_fraction",
+              "positive_advantage_only", "fresh_fraction", "min_size", "seed")
     settings = {name: getattr(args, name) for name in shared} | ({"tau": FIRST_TAU} if args.tau == "auto" else {})
     return ReplayBuffer(sampler=sampler_of(args), beta_steps=args.beta_steps or max(1, args.iterations * args.replay_updates),
                         **settings)
@@ -375,18 +382,25 @@ def rng_of(args: Args, purpose: str, iteration: int) -> np.random.Generator:
 
 
 def make_learner(args: Args, policy) -> Learner:
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    """The policy with its optimiser, and critic and reference where the objective needs them."""
+    accelerator, objective = Accelerator(cpu=not torch.cuda.is_available()), objective_of(args)
+
+    def prepared(module, lr):
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return accelerator.prepare(module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+
+    reference = None
+    if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
+        reference = accelerator.prepare(copy.deepcopy(policy).requires_grad_(False))
+    if args.lora_rank:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(args.seed)
+            policy = get_peft_model(policy, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, lora_dropout=0.0,
+                                                       target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
+    policy, optimizer = prepared(policy, args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
-    objective = objective_of(args)
-    learner = Learner(args, accelerator, *accelerator.prepare(policy, optimizer), schedule)
-    if objective.advantage == "gae":
-        critic = Critic(policy)
-        learner.critic, learner.critic_optimizer = accelerator.prepare(
-            critic, torch.optim.AdamW(critic.parameters(), lr=args.critic_lr, betas=(0.9, 0.95), weight_decay=0.0))
-    if objective.kl_in or objective.loss == "tba":
-        learner.reference = accelerator.prepare(copy.deepcopy(policy).requires_grad_(False))
-    return learner
+    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference)
 
 
 def main(args: Args) -> dict:
@@ -419,7 +433,6 @@ def main(args: Args) -> dict:
     state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0}
     if args.resume:
         checkpoint = checkpoints(run)[-1]
-        learner.policy.load_state_dict(load_policy(checkpoint, getattr(torch, args.dtype))[0].state_dict())
         state |= load_checkpoint(checkpoint, learner, memories)
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}")
 

@@ -17,7 +17,8 @@ CRITIC_METRICS = ("value_loss", "value_clip_fraction", "explained_variance", "cr
 
 @dataclass
 class Learner:
-    """What an update changes and reads. `critic` and `reference` are None where the objective has none."""
+    """What an update changes and reads. `critic` and `reference` are None where the objective has
+    none; under LoRA the reference is the policy without its adapters."""
     args: object
     accelerator: object
     policy: torch.nn.Module
@@ -94,6 +95,14 @@ def score(model, episodes, learner: Learner) -> torch.Tensor:
                      episodes, learner)
 
 
+def reference_score(learner: Learner, episodes) -> torch.Tensor:
+    """(B, T) log-probs under the policy of the start: a frozen copy, or under LoRA the base without its adapters."""
+    if learner.reference is None:
+        with learner.policy.disable_adapter():
+            return score(learner.policy, episodes, learner)
+    return score(learner.reference, episodes, learner)
+
+
 def token_rewards(episodes) -> torch.Tensor:
     """(B, T): each turn's reward on its last action token."""
     rewards_BT = torch.zeros(len(episodes), max(len(episode.tokens) for episode in episodes))
@@ -108,7 +117,7 @@ def reward_kl(learner: Learner, episodes) -> torch.Tensor | None:
     if objective.kl_in != "reward":
         return None
     behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    return args.kl_coef * kl(objective.kl_kind, behavior_BT, score(learner.reference, episodes, learner))
+    return args.kl_coef * kl(objective.kl_kind, behavior_BT, reference_score(learner, episodes))
 
 
 def values_and_rewards(learner: Learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,14 +208,14 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     if args.advantage_clip is not None:
         advantages_BT = advantages_BT.clamp(-args.advantage_clip, args.advantage_clip)
     rows_of = {"behavior": behavior_BT, "advantages": advantages_BT}
-    per_step = {"max_length": args.max_turns * args.max_new_tokens, "aggregation": objective.aggregation}
-    per_step["denominator"] = step_denominator(mask_BT, objective.aggregation, max_length=per_step["max_length"])
+    longest = args.max_turns * args.max_new_tokens
+    per_step = {"max_length": longest, "denominator": step_denominator(mask_BT, objective.aggregation, max_length=longest)}
     options = dict(objective.loss_options, correction=args.correction, correction_low=args.correction_low,
                    correction_high=args.correction_high)
     if replayed and args.algo == "ppo" and args.dual_clip is None:
         options["dual_clip"] = 3.0  # a stale token with A < 0 and a large ratio would dominate the step
     if objective.kl_in == "loss" or objective.loss == "tba":
-        rows_of["reference"] = score(learner.reference, episodes, learner)
+        rows_of["reference"] = reference_score(learner, episodes)
     if objective.loss == "decoupled_ppo":
         rows_of["proximal"] = score(learner.policy, episodes, learner) if proximal_BT is None else proximal_BT
     if objective.loss == "m2po":
@@ -237,18 +246,21 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
         loss, part = policy_loss(objective.loss, logprobs_BT, batch["behavior"], batch["advantages"], mask,
                                  proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B,
+                                 aggregation=objective.aggregation,
                                  ages_B=ages_B[rows].to(learner.device), **per_step, **options)
         if objective.kl_in == "loss":  # samples of an older policy need the ratio
             kind = args.replay_kl_kind if replayed else objective.kl_kind
             kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
-            loss = loss + args.kl_coef * aggregate(kl_BT, mask, weights_B=weights_B, **per_step)
+            loss = loss + args.kl_coef * aggregate(kl_BT, mask, objective.aggregation, weights_B=weights_B, **per_step)
             totals["kl_reference"] += kl_BT.sum().item()
         if args.entropy_coef:
-            loss = loss - args.entropy_coef * aggregate(entropy_BT, mask, weights_B=weights_B, **per_step)
+            loss = loss - args.entropy_coef * aggregate(entropy_BT, mask, objective.aggregation, weights_B=weights_B,
+                                                            **per_step)
         learner.accelerator.backward(loss)
         if learner.critic is not None:
             critic_loss, critic_part = value_loss(learner.critic(tokens_BT, mask), batch["targets"], mask, weights_B=weights_B,
-                                                  old_values_BT=batch["old_values"], clip=args.value_clip, **per_step)
+                                                  old_values_BT=batch["old_values"], clip=args.value_clip,
+                                                  aggregation=objective.aggregation, **per_step)
             learner.accelerator.backward(critic_loss)
             totals["value_loss"] += critic_loss.item()
             totals["value_clip_fraction"] += int(mask.sum()) * critic_part.get("value_clip_fraction", 0.0)

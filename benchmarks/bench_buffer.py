@@ -1,8 +1,8 @@
 """Time ReplayBuffer beside its peers in one process: `python benchmarks/bench_buffer.py`. Prints Markdown.
 
-Batches of 128; median microseconds per batch, the methods taking turns in blocks. "sample" draws a batch and returns its
-stored records, importance weights and ages. "age" makes all N entries one step older: peers must
-recompute and write N priorities; ReplayBuffer passes a larger step to `sample`, so its cost is in the sample column already.
+Batches of 128; median microseconds per batch, the methods taking turns in blocks. "sample" draws a batch and returns
+its stored records, importance weights and ages. "age" makes all N entries one step older: peers must recompute and
+write N priorities; ReplayBuffer is given a larger step in `sample`, so its cost is in the sample column already.
 """
 
 import argparse
@@ -232,9 +232,8 @@ def median_times(n: int, rounds: int) -> dict[str, dict[str, float] | str]:
 def report_speed(n: int, rounds: int) -> None:
     results = median_times(n, rounds)
     ours = sum(results["FreshReplay"][operation] for operation in ("sample", "update", "age"))
-    print(
-        f"\n### N = {n:,}\n\n| method | add | sample | update | age | sample+update+age | ratio to FreshReplay | sample alone |"
-    )
+    print(f"\n### N = {n:,}\n")
+    print("| method | add | sample | update | age | sample+update+age | ratio to FreshReplay | sample alone |")
     print("|---|---|---|---|---|---|---|---|")
     for name in METHODS:
         row = results[name]
@@ -255,7 +254,7 @@ def report_memory() -> None:
     traced = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     print(f"\n1,000 episodes of 50 tokens: {traced / 1e6:.2f} MB traced, nbytes {buffer.nbytes / traced:.3f} of it. "
-          f"Padded to 4,096 tokens the four token arrays alone would take {1000 * 4096 * 13 / 1e6:.0f} MB.")  # fmt: skip
+          f"Padded to 4,096 tokens the token arrays alone would take {1000 * 4096 * 13 / 1e6:.0f} MB.")  # fmt: skip
 
 
 def report_saving(n: int, length: int) -> None:
@@ -288,8 +287,8 @@ if __name__ == "__main__":
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "absent"
-    print("## Replay buffer\n\nMedian microseconds a batch of 128. " + ", ".join(f"{k} {v}" for k, v in versions.items())
-          + f", Python {platform.python_version()}.")  # fmt: skip
+    versions["Python"] = platform.python_version()
+    print("## Replay buffer\n\nMedian microseconds a batch of 128. " + ", ".join(map(" ".join, versions.items())) + ".")
     for size in arguments.sizes:
         report_speed(size, arguments.rounds)
     report_memory()

@@ -27,7 +27,9 @@ def metrics_of(run):
 
 
 def weights_of(run):
-    return load_file(max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:])) / "model.safetensors")
+    checkpoint = max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    names = ("model.safetensors", "adapter_model.safetensors")
+    return load_file(next(checkpoint / name for name in names if (checkpoint / name).exists()))
 
 
 def same_weights(a, b):
@@ -186,12 +188,48 @@ def test_replay_none_is_replay_with_no_updates_bit_for_bit(tmp_path, quick_flags
 
 @pytest.mark.parametrize("flags", [
     ["--algo", "reinforce++", "--fresh-epochs", "2", "--minibatches", "2"],
-    ["--fresh-update", "False", "--capacity", "64", "--replay", "uniform", "--replay-updates", "1"],
+    ["--fresh-update", "False", "--capacity", "64", "--replay", "uniform", "--replay-updates", "1", "--wandb", "offline"],
 ])
 def test_other_ways_to_run_it(tmp_path, quick_flags, flags):
-    train("--runs-dir", tmp_path, "--name", "x", "--iterations", 2, *quick_flags, *flags)
+    train(*quick_flags, "--runs-dir", tmp_path, "--name", "x", "--iterations", 2, *flags)
     lines = metrics_of(tmp_path / "x")
     assert lines[-1]["step"] == sum(line["fresh/steps"] + line["replay/steps"] for line in lines) > 0
+    assert len(list(tmp_path.glob("x/wandb/offline-run-*/*.wandb"))) == ("offline" in flags)
+
+
+def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
+    flags = ["--runs-dir", tmp_path, "--tau", "auto", "--probe-episodes", "16", "--problem-sampler", "heap", "--age-unit", "iteration",
+             "--checkpoint-every", 4]
+    train(*quick_flags, "--name", "whole", "--iterations", 6, *flags)
+    train(*quick_flags, "--name", "parts", "--iterations", 6, *flags)
+    shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
+    train("--resume", tmp_path / "parts")
+    whole, parts = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
+    assert [{key: value for key, value in line.items() if "time/" not in key} for line in whole] == \
+        [{key: value for key, value in line.items() if "time/" not in key} for line in parts]
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert whole[0]["buffer/tau"] == train_module.FIRST_TAU and whole[-1]["buffer/drift_c"] is not None
+    c = whole[-1]["buffer/drift_c"]
+    assert whole[-1]["buffer/tau"] == pytest.approx(min(max(1 / c, 1.0), 1e5) if c > 0 else 1e5)
+    assert (tmp_path / "whole" / "drift.png").stat().st_size > 5000
+
+
+def test_ppo_with_td_error_priorities_and_lora_resumes_exactly(tmp_path, quick_flags):
+    flags = ["--runs-dir", tmp_path, "--algo", "ppo", "--priority", "td_error", "--lora-rank", 4, "--checkpoint-every", 1, "--iterations", 2]
+    train(*quick_flags, "--name", "whole", *flags)
+    train(*quick_flags, "--name", "parts", *flags)
+    shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
+    train("--resume", tmp_path / "parts")
+    assert same_weights(tmp_path / "whole", tmp_path / "parts")
+    assert metrics_of(tmp_path / "whole")[-1]["replay/explained_variance"] is not None
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "parts")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "parts" / "eval.json").read_text())["success"] == metrics_of(tmp_path / "whole")[-1]["eval/success"]
+
+
+def test_list_shows_bundles_and_parts():
+    text = train("--list").stdout
+    assert all(name in text for name in [*train_module.losses.ALGORITHMS, *train_module.losses.LOSSES, "is_k3", "tis_sequence"])
 
 
 def test_a_name_that_exists_is_refused(run, quick_flags):

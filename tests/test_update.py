@@ -1,0 +1,221 @@
+"""The optimiser step with a real tiny policy: critic, reference, corrections and the replay switches."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from envs import FrozenLake
+from losses import gae
+from models import Chat, load_policy
+from rollout import HFEngine, collect
+from train import Args, make_learner
+from update import (add_advantages, gradients, objective_of, padded, per_token, replay_advantages, score, td_errors, token_rewards,
+                    update, value_targets)
+
+
+@pytest.fixture(scope="module")
+def episodes(tiny_folder):
+    """Four groups of four, sampled by the very weights that `learner_of` starts from."""
+    policy, tokenizer = load_policy(tiny_folder)
+    played, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), FrozenLake,
+                        [problem for problem in FrozenLake().problems("train", 4) for _ in range(4)],
+                        [row // 4 for row in range(16)], list(range(16)), max_turns=6, max_new_tokens=6, temperature=1.0,
+                        format_penalty=0.15, policy_step=0, iteration=1, context_length=1024)
+    return played
+
+
+def learner_of(tiny_folder, episodes, drift=0.02, **flags):
+    """A learner whose weights, critic included, have moved away from those that sampled."""
+    learner = make_learner(Args(**flags), load_policy(tiny_folder)[0])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in filter(None, (learner.policy, learner.critic)):
+            for parameter in module.parameters():
+                parameter.add_(drift * torch.randn(parameter.shape, generator=generator))
+    add_advantages(learner, episodes)
+    return learner
+
+
+OBJECTIVES = {
+    "ppo": dict(algo="ppo"), "ppo vtrace": dict(algo="ppo", replay_advantage="vtrace"),
+    "kl in the loss": dict(algo="grpo", kl_coef=0.3), "kl in the reward": dict(algo="reinforce++", kl_coef=0.3),
+    "entropy": dict(algo="grpo", entropy_coef=0.1), "decoupled": dict(algo="decoupled_ppo"), "m2po": dict(algo="m2po"),
+    "tba": dict(algo="tba"), "gspo": dict(algo="gspo"), "asymre": dict(algo="asymre"), "sft": dict(algo="sft_positive"),
+    "released": dict(algo="grpo", replay_advantage="released", advantage_clip=0.2)}
+
+
+@pytest.mark.parametrize("flags", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_micro_batches_change_no_objective(tiny_folder, episodes, flags, replayed):
+    learner = learner_of(tiny_folder, episodes, **flags)
+    weights = np.linspace(0.3, 1.0, len(episodes)).astype(np.float32)
+    found = []
+    for size in (None, 5):
+        for module in filter(None, (learner.policy, learner.critic)):
+            module.zero_grad()
+        gradients(replace(learner, args=replace(learner.args, micro_batch_size=size)), episodes, weights, replayed=replayed)
+        found.append(torch.cat([parameter.grad.flatten() for module in filter(None, (learner.policy, learner.critic))
+                                for parameter in module.parameters() if parameter.grad is not None]))
+    whole, parts = found
+    assert (whole - parts).norm() <= 2e-5 * whole.norm()
+
+
+def test_critic_values_do_not_see_the_token_they_judge(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="ppo")
+    episode = episodes[0]
+    at = int(np.flatnonzero(episode.action_mask)[5])
+    changed = replace(episode, tokens=np.concatenate([episode.tokens[:at], [(episode.tokens[at] + 1) % 40], episode.tokens[at + 1:]]))
+    values, moved = (per_token(learner.critic, [record], learner)[0] for record in (episode, changed))
+    assert torch.equal(values[:at + 1], moved[:at + 1]) and not torch.allclose(values[at + 1:], moved[at + 1:])
+    assert not values[~torch.from_numpy(episode.action_mask)].any()
+
+
+def test_a_new_critic_says_zero_and_its_advantages_are_returns(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, drift=0.0, algo="ppo")
+    assert not per_token(learner.critic, episodes, learner).any()
+    for episode in episodes:
+        assert not episode.values.any()
+    _, returns_BT, _ = value_targets(learner, episodes, replayed=False)
+    for row, episode in enumerate(episodes):
+        actions = np.flatnonzero(episode.action_mask)
+        for at in actions:  # gamma = lambda = 1: what is still to come, across observations
+            assert returns_BT[row, at].item() == pytest.approx(float(episode.turn_rewards[episode.turn_ends > at].sum()), abs=1e-5)
+
+
+def test_turn_rewards_sit_on_the_last_action_token(episodes):
+    rewards_BT = token_rewards(episodes)
+    for row, episode in enumerate(episodes):
+        found = rewards_BT[row].nonzero().flatten().tolist()
+        assert found == [end - 1 for end, reward in zip(episode.turn_ends.tolist(), episode.turn_rewards.tolist()) if reward]
+        assert all(episode.action_mask[place] for place in found)
+        assert rewards_BT[row].sum().item() == pytest.approx(episode.reward, abs=1e-5)
+
+
+def test_td_errors_by_hand(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="ppo", gamma=0.9)
+    values_BT = per_token(learner.critic, episodes, learner)
+    for row, found in enumerate(td_errors(learner, episodes)):
+        actions = np.flatnonzero(episodes[row].action_mask)
+        rewards = token_rewards(episodes)[row]
+        errors = [abs(rewards[at] + 0.9 * (values_BT[row, after] if after is not None else 0.0) - values_BT[row, at]).item()
+                  for at, after in zip(actions, [*actions[1:], None])]
+        assert found == pytest.approx(np.mean(errors), abs=1e-5)
+
+
+def test_ppo_trains_policy_and_critic_together(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="ppo")
+    before = [parameter.clone() for parameter in learner.critic.parameters()]
+    metrics = update(learner, episodes)
+    assert metrics["steps"] == 1 and metrics["value_loss"] > 0 and metrics["critic_grad_norm"] > 0
+    assert any(not torch.equal(old, new) for old, new in zip(before, learner.critic.parameters()))
+    history = [update(learner, episodes, replayed=True) for _ in range(25)]
+    assert history[-1]["explained_variance"] > 0 > history[0]["explained_variance"]
+    assert history[-1]["value_loss"] < history[0]["value_loss"]
+
+
+def test_replay_recomputes_values_but_keeps_stored_advantages(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="ppo")
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    stored_BT = padded([episode.advantages for episode in episodes])
+    for _ in range(3):
+        update(learner, episodes, replayed=True)
+    old_values_BT, _, vtrace_BT = value_targets(learner, episodes, replayed=True)
+    assert torch.allclose(old_values_BT, per_token(learner.critic, episodes, learner))
+    assert not torch.allclose(old_values_BT, padded([episode.values for episode in episodes]), atol=1e-4)
+    assert torch.equal(replay_advantages(learner, episodes, vtrace_BT), stored_BT)
+    other = replay_advantages(replace(learner, args=replace(learner.args, replay_advantage="vtrace")), episodes, vtrace_BT)
+    assert other[mask_BT].mean().item() == pytest.approx(0, abs=1e-5) and not torch.allclose(other, stored_BT, atol=1e-3)
+
+
+def test_released_renormalisation_silences_a_lone_member_and_the_stored_advantage_does_not(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="grpo")
+    mixed = [group for group in range(4) if len({e.reward for e in episodes if e.group_id == group}) > 1]
+    lone = [next(e for e in episodes if e.group_id == group and e.advantages.any()) for group in mixed]
+    assert len(lone) > 1
+    released = replace(learner, args=replace(learner.args, replay_advantage="released"))
+    assert not replay_advantages(released, lone, None).any()
+    assert update(released, lone, replayed=True)["without_signal"] == 1
+    assert update(learner, lone, replayed=True)["grad_norm"] > 0
+
+
+def test_the_reference_is_the_start_and_its_kl_starts_at_zero(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, drift=0.0, algo="grpo", kl_coef=0.5)
+    metrics = gradients(learner, episodes)
+    assert metrics["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    learner.policy.zero_grad()
+    moved = learner_of(tiny_folder, episodes, drift=0.05, algo="grpo", kl_coef=0.5)
+    assert gradients(moved, episodes)["kl_reference"] > 1e-3
+    assert torch.allclose(score(moved.reference, episodes, moved), score(learner.policy, episodes, learner), atol=1e-6)
+    assert not any(parameter.requires_grad for parameter in moved.reference.parameters())
+
+
+def test_reward_kl_lowers_the_return_by_its_sum(tiny_folder, episodes):
+    plain = learner_of(tiny_folder, episodes, algo="reinforce++")
+    mask_BT = padded([episode.action_mask for episode in episodes])
+    without = padded([episode.advantages for episode in episodes])
+    learner_of(tiny_folder, episodes, drift=0.0, algo="reinforce++", kl_coef=1.0)  # behaviour = reference: no KL
+    assert torch.allclose(padded([episode.advantages for episode in episodes]), without, atol=1e-4)
+    moved = replace(make_learner(Args(algo="reinforce++", kl_coef=1.0), load_policy(tiny_folder)[0]))
+    with torch.no_grad():
+        moved.reference.lm_head.weight.mul_(1.3)
+    add_advantages(moved, episodes)
+    kl_BT = padded([e.behavior_logprobs for e in episodes]) - score(moved.reference, episodes, moved)
+    to_go_BT, _ = gae(token_rewards(episodes) - kl_BT, torch.zeros(mask_BT.shape), mask_BT)
+    expected = (to_go_BT - to_go_BT[mask_BT].mean()) / to_go_BT[mask_BT].std(correction=0)
+    found = padded([episode.advantages for episode in episodes])
+    assert torch.allclose(found[mask_BT], expected[mask_BT], atol=1e-4) and plain.reference is None
+
+
+def test_importance_weights_scale_losses_and_leave_ratios_alone(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="grpo")
+    found = {}
+    for scale in (1.0, 0.25):
+        learner.policy.zero_grad()
+        metrics = gradients(learner, episodes, np.full(len(episodes), scale, np.float32), replayed=True)
+        found[scale] = torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()]), metrics
+    assert (found[0.25][0] - 0.25 * found[1.0][0]).norm() < 1e-5 * found[1.0][0].norm()
+    assert found[0.25][1]["ratio_max"] == found[1.0][1]["ratio_max"] != 1.0
+
+
+def test_decoupled_ratio_is_to_the_start_of_the_update(tiny_folder, episodes):
+    """With drifted weights current/behaviour is far from 1, current/proximal is not: nothing is clipped."""
+    decoupled = gradients(learner_of(tiny_folder, episodes, drift=0.1, algo="decoupled_ppo"), episodes, replayed=True)
+    clipped = gradients(learner_of(tiny_folder, episodes, drift=0.1, algo="dapo"), episodes, replayed=True)
+    assert decoupled["clip_fraction"] == 0.0 < clipped["clip_fraction"]
+    assert decoupled["correction_weight"] != 1.0 and clipped["correction_weight"] == 1.0
+
+
+def test_overrides_replace_single_parts_of_a_bundle():
+    objective = objective_of(Args(algo="ppo", advantage="grpo", aggregation="seq_mean_token_sum", eps_high=0.3))
+    assert (objective.advantage, objective.loss, objective.aggregation) == ("grpo", "ppo_clip", "seq_mean_token_sum")
+    assert objective.whiten is None and objective.loss_options["eps_high"] == 0.3
+    assert objective_of(Args(algo="grpo")).kl_in is None and objective_of(Args(algo="grpo", kl_coef=0.1)).kl_in == "loss"
+
+
+def test_lora_trains_adapters_only_and_its_reference_is_the_frozen_base(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, drift=0.0, algo="grpo", lora_rank=4, kl_coef=0.1, lr=1e-2, warmup_steps=0)
+    base = make_learner(Args(algo="grpo"), load_policy(tiny_folder)[0])
+    start = score(base.policy, episodes, base)
+    assert learner.reference is None and torch.allclose(score(learner.policy, episodes, learner), start, atol=1e-5)
+    before = {name: value.clone() for name, value in learner.policy.named_parameters()}
+    for _ in range(3):
+        metrics = update(learner, episodes)
+    changed = {name for name, value in learner.policy.named_parameters() if not torch.equal(value, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+    assert metrics["kl_reference"] > 1e-5
+    from update import reference_score
+    assert torch.allclose(reference_score(learner, episodes), start, atol=1e-5)
+    assert not torch.allclose(score(learner.policy, episodes, learner), start, atol=1e-3)
+
+
+def test_the_critic_under_lora_has_adapters_of_its_own(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, drift=0.0, algo="ppo", lora_rank=4)
+    trained = {name for name, value in learner.critic.named_parameters() if value.requires_grad}
+    assert trained and all("lora_" in name or name.startswith("head.") for name in trained)
+    policy_before = score(learner.policy, episodes, learner)
+    learner.optimizer.step = lambda: None
+    for _ in range(3):
+        update(learner, episodes)
+    assert torch.equal(score(learner.policy, episodes, learner), policy_before)
+    assert per_token(learner.critic, episodes, learner).any()
