@@ -51,19 +51,21 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def plot_learning_curve(run: Path):
-    """learning_curve.png: held-out success and training reward over iterations."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    judged = [line for line in lines if line["eval/success"] is not None]
+def plot_learning_curves(runs: list[Path], path: Path):
+    """Held-out success (and, pale, the training reward) of runs over iterations."""
     figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color="0.7",
-              label="training reward")
-    axes.plot([0] + [line["iteration"] for line in judged],
-              [lines[0]["eval/start_success"]] + [line["eval/success"] for line in judged], marker="o", label="held-out success")
-    axes.set(xlabel="iteration", ylabel="success, reward", ylim=(min(0, axes.get_ylim()[0]), 1), title=run.name)
-    axes.legend()
+    for number, run in enumerate(runs):
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        judged = [(line["iteration"], line["eval/success"]) for line in lines if line["eval/success"] is not None]
+        places, successes = zip((0, lines[0]["eval/start_success"]), *judged)
+        axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color=f"C{number}", alpha=0.25,
+                  label=None if number else "training reward")
+        axes.plot(places, successes, color=f"C{number}", marker="o", label=f"held-out success, {run.name}")
+    axes.set(xlabel="iteration", ylabel="success, reward", ylim=(min(0, axes.get_ylim()[0]), 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
     figure.tight_layout()
-    figure.savefig(run / "learning_curve.png", dpi=120)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

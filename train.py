@@ -31,7 +31,7 @@ from peft import LoraConfig, get_peft_model
 import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
 from envs import ENVS
-from eval import evaluate, plot_drift, plot_learning_curve
+from eval import evaluate, plot_drift, plot_learning_curves
 from models import Chat, Critic, load_policy, warm_started_tiny
 from rollout import HFEngine, collect
 from runs import Clock, RunLog, checkpoints, fail, load_checkpoint, save_checkpoint
@@ -538,7 +538,7 @@ def main(args: Args) -> dict:
             log.iteration(metrics, episodes, transcripts)
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
                 save_checkpoint(run, learner, tokenizer, memories, state, args.keep_checkpoints)
-        plot_learning_curve(run)
+        plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None:
             plot_drift(run, drift)
         summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
