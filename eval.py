@@ -3,6 +3,10 @@
     python eval.py runs/NAME                    # its last checkpoint, on the held-out problems it was judged by
     python eval.py runs/NAME --problems 1000 --temperature 0.5
 """
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
+
 import json
 import math
 import sys
@@ -36,6 +40,7 @@ def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: flo
             "score": float(np.mean([episode.score for episode in episodes])),
             "parse_failures": sum(episode.info["parse_failures"] for episode in episodes) / turns,
             "truncated": float(np.mean([episode.info["truncated"] for episode in episodes])),
+            "env_errors": float(np.mean([bool(episode.info["env_error"]) for episode in episodes])),
             "turns": turns / len(episodes), "problems": len(episodes)}
 
 

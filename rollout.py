@@ -4,6 +4,7 @@ An engine has three methods: `generate`, `sync` (take the policy's new weights) 
 trained on: tokens go in and come out, nothing is tokenised twice, and the behaviour log-probs come from the very
 forward pass that sampled.
 """
+import traceback
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,7 +114,8 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
     """Play one episode for each entry of `problem_ids`, all side by side; returns them and their transcripts.
 
     `seeds` decide everything random of an episode (the environment's noise and the sampled tokens). Advantages are
-    zeros: `losses.compute_advantages` fills them where the whole group is in sight.
+    zeros: `update.add_advantages` fills them where the whole group is in sight. An episode whose environment raised ends
+    there with the traceback in `info["env_error"]`.
     """
     envs = [make_env() for _ in problem_ids]
     transcripts = [[{"role": "user", "content": env.reset(problem, seed)}]
@@ -122,7 +124,8 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
     turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
-    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0} for _ in envs]
+    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "env_error": ""}
+             for _ in envs]
     playing = list(range(len(envs)))
     for turn in range(max_turns):
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
@@ -133,7 +136,11 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
             masks[i] += [True] * len(completion.tokens)
             logprobs[i] += completion.logprobs
             answer = chat.text(completion.tokens)
-            message, score, done, valid = envs[i].step(answer)
+            try:
+                message, score, done, valid = envs[i].step(answer)
+            except Exception:  # one broken environment costs one episode; train.py counts it and limits their share
+                infos[i]["env_error"] = traceback.format_exc(limit=-3)
+                message, score, done, valid = "(the environment failed)", 0.0, True, True
             transcripts[i] += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
             turn_ends[i].append(len(tokens[i]))
             turn_rewards[i].append(score - format_penalty * (not valid))
@@ -141,7 +148,7 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
             infos[i]["turns"] += 1
             infos[i]["parse_failures"] += not valid
             infos[i]["length_stops"] += completion.finish_reason == "length"
-            infos[i]["success"] = envs[i].success
+            infos[i]["success"] = envs[i].success and not infos[i]["env_error"]
             if done:
                 continue
             follow = chat.follow(message, completion.tokens[-1])

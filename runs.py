@@ -171,7 +171,9 @@ class RunLog:
 
     def iteration(self, metrics: dict, episodes, transcripts):
         self.append("metrics.jsonl", metrics)
-        for episode, transcript in list(zip(episodes, transcripts))[:self.args.transcripts]:
+        for place, (episode, transcript) in enumerate(zip(episodes, transcripts)):
+            if place >= self.args.transcripts and not episode.info["env_error"]:
+                continue
             self.append("episodes.jsonl", {"iteration": metrics["iteration"], "problem_id": episode.problem_id,
                                            "group_id": episode.group_id, "reward": episode.reward, "score": episode.score,
                                            "info": episode.info, "transcript": transcript})

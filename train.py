@@ -97,6 +97,8 @@ class Args:
     """Taken off the training reward, not off the score, for each turn without a valid answer."""
     train_problems: int = 1536
     """Number of different training problems."""
+    max_env_error_frac: float = 0.1
+    """The run ends when more than this share of an iteration's environments raise; each costs only its episode."""
 
     problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
     """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
@@ -434,6 +436,8 @@ def main(args: Args) -> dict:
     if args.resume:
         checkpoint = checkpoints(run)[-1]
         state |= load_checkpoint(checkpoint, learner, memories)
+        if state["iteration"] >= args.iterations:
+            fail(f"{run} has done its {state['iteration']} iterations; raise --iterations to go on")
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}")
 
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
@@ -474,7 +478,12 @@ def main(args: Args) -> dict:
 
             # ---- store
             signal = [has_signal(episode) for episode in episodes]
-            stored = [episode for episode, useful in zip(episodes, signal) if useful or args.store_without_signal]
+            broken = [bool(episode.info["env_error"]) for episode in episodes]
+            if np.mean(broken) > args.max_env_error_frac:
+                fail(f"{np.mean(broken):.0%} of the environments raised, more than --max-env-error-frac "
+                     f"{args.max_env_error_frac:g}; the first:\n{episodes[broken.index(True)].info['env_error']}")
+            stored = [episode for episode, useful, bad in zip(episodes, signal, broken)
+                      if not bad and (useful or args.store_without_signal)]
             if buffer is not None and stored:
                 base = td_errors(learner, stored) if args.priority == "td_error" else None
                 buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
@@ -568,6 +577,7 @@ def fresh_metrics(episodes, signal, stored, buffer) -> dict:
     turns = sum(info["turns"])
     return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
             "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
+            "env_errors": np.mean([bool(error) for error in info["env_error"]]),
             "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
             "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]), "signal_share": np.mean(signal),
             "stored_share": len(stored) / len(episodes) if buffer is not None else None}

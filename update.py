@@ -78,15 +78,11 @@ def per_token(function, episodes, learner: Learner) -> torch.Tensor:
     """function(tokens_BT, mask_BT) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU."""
     args, rows = learner.args, [None] * len(episodes)
     for micro in micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size):
-        tokens_BT, mask_BT = on_device([episodes[row] for row in micro], learner.device)
+        tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
+        mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
         for row, values_T in zip(micro, function(tokens_BT, mask_BT).cpu()):
             rows[row] = values_T[:len(episodes[row].tokens)]
     return padded(rows)
-
-
-def on_device(episodes, device):
-    tokens_BT = padded([episode.tokens.astype(np.int64) for episode in episodes])
-    return tokens_BT.to(device), padded([episode.action_mask for episode in episodes]).to(device)
 
 
 def score(model, episodes, learner: Learner) -> torch.Tensor:
@@ -146,6 +142,9 @@ def add_advantages(learner: Learner, episodes):
             episode.values = values_T[:len(episode.tokens)].copy()
     rewards = token_rewards(episodes) if objective.advantage in PER_TOKEN_KINDS else \
         torch.tensor([episode.reward for episode in episodes])
+    for row, episode in enumerate(episodes):
+        if episode.info["env_error"]:  # not judged: it gets 0 and counts in no mean of its group
+            rewards[row] = torch.where(mask_BT[row], math.nan, 0.0) if rewards.ndim == 2 else math.nan
     groups_B = torch.tensor([episode.group_id for episode in episodes])
     # ALGO LOGIC: what a token is worth
     advantages_BT = compute_advantages(objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma,
@@ -192,99 +191,113 @@ def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     return padded([episode.advantages for episode in episodes])
 
 
-def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
-    """Adds the gradient of one optimiser step over `episodes` to policy and critic; returns the step's metrics.
+def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed: bool) -> tuple[dict, dict]:
+    """What the losses of one optimiser step need: tensors of all rows, (B, T) or (B,), by name; and the loss's options.
 
-    `weights` (B,) multiply episodes' losses (importance weights of the draw), `ages` (B,) serve `--correction age_discount`.
-    `proximal_BT`: log-probs when the batch's
-    first update began, for decoupled_ppo; None: now. All micro-batches share one denominator. Rows that can add nothing
-    to the gradient count in the denominator but are not computed.
+    Statistics of the whole batch (denominator, M2PO's bound, TBA's log Z, log-probs at the start) are taken here, once, so
+    that micro-batches change nothing.
     """
     args, objective = learner.args, objective_of(learner.args)
-    behavior_BT, mask_BT = (padded([getattr(episode, name) for episode in episodes])
-                            for name in ("behavior_logprobs", "action_mask"))
-    old_values_BT, targets_BT, vtrace_BT = (None,) * 3 if learner.critic is None else value_targets(learner, episodes, replayed)
-    advantages_BT = replay_advantages(learner, episodes, vtrace_BT) if replayed else padded([e.advantages for e in episodes])
+    rows = {"tokens": padded([episode.tokens.astype(np.int64) for episode in episodes]),
+            "mask": padded([episode.action_mask for episode in episodes]),
+            "behavior": padded([episode.behavior_logprobs for episode in episodes]),
+            "rewards": torch.tensor([episode.reward for episode in episodes]),
+            "ages": torch.zeros(len(episodes)) if ages is None else torch.as_tensor(ages).float(),
+            "weights": torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights)}
+    vtrace_BT = None
+    if learner.critic is not None:
+        rows["old_values"], rows["targets"], vtrace_BT = value_targets(learner, episodes, replayed)
+    rows["advantages"] = replay_advantages(learner, episodes, vtrace_BT) if replayed else \
+        padded([episode.advantages for episode in episodes])
     if args.advantage_clip is not None:
-        advantages_BT = advantages_BT.clamp(-args.advantage_clip, args.advantage_clip)
-    rows_of = {"behavior": behavior_BT, "advantages": advantages_BT}
-    longest = args.max_turns * args.max_new_tokens
-    per_step = {"max_length": longest, "denominator": step_denominator(mask_BT, objective.aggregation, max_length=longest)}
+        rows["advantages"] = rows["advantages"].clamp(-args.advantage_clip, args.advantage_clip)
     options = dict(objective.loss_options, correction=args.correction, correction_low=args.correction_low,
                    correction_high=args.correction_high)
     if replayed and args.algo == "ppo" and args.dual_clip is None:
         options["dual_clip"] = 3.0  # a stale token with A < 0 and a large ratio would dominate the step
     if objective.kl_in == "loss" or objective.loss == "tba":
-        rows_of["reference"] = reference_score(learner, episodes)
+        rows["reference"] = reference_score(learner, episodes)
     if objective.loss == "decoupled_ppo":
-        rows_of["proximal"] = score(learner.policy, episodes, learner) if proximal_BT is None else proximal_BT
+        rows["proximal"] = score(learner.policy, episodes, learner) if proximal_BT is None else proximal_BT
+    if objective.loss in ("m2po", "tba"):
+        now_BT = score(learner.policy, episodes, learner)
     if objective.loss == "m2po":
-        options["m2_bound"] = m2po_bound(score(learner.policy, episodes, learner), behavior_BT, advantages_BT, mask_BT)
-    rewards_B = torch.tensor([episode.reward for episode in episodes])
+        options["m2_bound"] = m2po_bound(now_BT, rows["behavior"], rows["advantages"], rows["mask"])
     if objective.loss == "tba":
         groups_B = torch.tensor([episode.group_id for episode in episodes])
-        log_z_B = tba_log_z(score(learner.policy, episodes, learner), rows_of["reference"], rewards_B, groups_B, mask_BT)
-    if learner.critic is not None:
-        rows_of |= {"old_values": old_values_BT, "targets": targets_BT}
+        rows["log_z"] = tba_log_z(now_BT, rows["reference"], rows["rewards"], groups_B, rows["mask"])
+    return rows, options
 
-    signal_B = advantages_BT.ne(0).any(1)
-    chosen = signal_B.nonzero().flatten().tolist() if zero_advantage_is_silent(args) else list(range(len(episodes)))
-    ages_B = torch.zeros(len(episodes)) if ages is None else torch.as_tensor(ages).float()
-    seen, totals = [], dict.fromkeys(("loss", "clip_fraction", "correction_weight", "entropy", "kl_reference", "value_loss",
-                                      "value_clip_fraction", "tokens_trained"), 0.0)
+
+def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, replayed: bool):
+    """(loss of the policy, loss of the critic or None, log-probs (B, T), sums of metrics over tokens) of a micro-batch."""
+    args, objective = learner.args, objective_of(learner.args)
+    mask_BT, weights_B, aggregation = batch["mask"], batch["weights"], objective.aggregation
+    logprobs_BT, entropy_BT = token_logprobs(learner.policy, batch["tokens"], mask_BT, args.temperature, bool(args.entropy_coef))
+    if objective.loss == "tba":
+        options = options | {"reference_logprobs_BT": batch["reference"], "log_z_B": batch["log_z"]}
+    # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
+    loss, part = policy_loss(objective.loss, logprobs_BT, batch["behavior"], batch["advantages"], mask_BT,
+                             proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B, ages_B=batch["ages"],
+                             rewards_B=batch["rewards"], aggregation=aggregation, **per_step, **options)
+    tokens = int(mask_BT.sum())
+    sums = {"tokens_trained": tokens, "entropy": entropy_BT.sum().item(),
+            "clip_fraction": tokens * (part.get("clip_fraction_low", 0.0) + part.get("clip_fraction_high", 0.0)),
+            "correction_weight": tokens * part.get("correction_weight", 1.0)}
+    if objective.kl_in == "loss":  # samples of an older policy need the ratio
+        kind = args.replay_kl_kind if replayed else objective.kl_kind
+        kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
+        loss = loss + args.kl_coef * aggregate(kl_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
+        sums["kl_reference"] = kl_BT.sum().item()
+    if args.entropy_coef:
+        loss = loss - args.entropy_coef * aggregate(entropy_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
+    critic_loss = None
+    if learner.critic is not None:
+        critic_loss, part = value_loss(learner.critic(batch["tokens"], mask_BT), batch["targets"], mask_BT, weights_B=weights_B,
+                                       old_values_BT=batch["old_values"], clip=args.value_clip, aggregation=aggregation,
+                                       **per_step)
+        sums["value_clip_fraction"] = tokens * part.get("value_clip_fraction", 0.0)
+    return loss, critic_loss, logprobs_BT.detach().cpu(), sums
+
+
+def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
+    """Adds the gradient of one optimiser step over `episodes` to policy and critic; returns the step's metrics.
+
+    `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve `--correction age_discount`;
+    `proximal_BT`, for decoupled_ppo, are the log-probs when the batch's first update began, None: now. All micro-batches
+    share one denominator. Rows that can add nothing to the gradient count in it but are not computed.
+    """
+    args, objective = learner.args, objective_of(learner.args)
+    rows, options = step_inputs(learner, episodes, weights, ages, proximal_BT, replayed)
+    longest = args.max_turns * args.max_new_tokens
+    per_step = {"max_length": longest, "denominator": step_denominator(rows["mask"], objective.aggregation, max_length=longest)}
+    signal_B = rows["advantages"].ne(0).any(1)
+    chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
+    order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained"), 0)
     for micro in micro_batches([len(episodes[row].tokens) for row in chosen], args.micro_batch_tokens, args.micro_batch_size):
-        rows = [chosen[index] for index in micro]
-        tokens_BT, mask = on_device([episodes[row] for row in rows], learner.device)
-        width = tokens_BT.shape[1]
-        batch = {name: tensor[rows, :width].to(learner.device) for name, tensor in rows_of.items()}
-        weights_B = None if weights is None else torch.as_tensor(weights)[rows].to(learner.device)
-        logprobs_BT, entropy_BT = token_logprobs(learner.policy, tokens_BT, mask, args.temperature, bool(args.entropy_coef))
-        if objective.loss == "tba":
-            options |= {"reference_logprobs_BT": batch["reference"], "log_z_B": log_z_B[rows].to(learner.device)}
-        if objective.loss in ("tba", "sft_positive"):
-            options["rewards_B"] = rewards_B[rows].to(learner.device)
-        # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
-        loss, part = policy_loss(objective.loss, logprobs_BT, batch["behavior"], batch["advantages"], mask,
-                                 proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B,
-                                 aggregation=objective.aggregation,
-                                 ages_B=ages_B[rows].to(learner.device), **per_step, **options)
-        if objective.kl_in == "loss":  # samples of an older policy need the ratio
-            kind = args.replay_kl_kind if replayed else objective.kl_kind
-            kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
-            loss = loss + args.kl_coef * aggregate(kl_BT, mask, objective.aggregation, weights_B=weights_B, **per_step)
-            totals["kl_reference"] += kl_BT.sum().item()
-        if args.entropy_coef:
-            loss = loss - args.entropy_coef * aggregate(entropy_BT, mask, objective.aggregation, weights_B=weights_B,
-                                                            **per_step)
+        picked = chosen[micro]
+        width = len(episodes[picked[0]].tokens)  # rows come sorted, the longest first
+        batch = {name: (tensor[picked, :width] if tensor.ndim == 2 else tensor[picked]).to(learner.device)
+                 for name, tensor in rows.items()}
+        loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
         learner.accelerator.backward(loss)
-        if learner.critic is not None:
-            critic_loss, critic_part = value_loss(learner.critic(tokens_BT, mask), batch["targets"], mask, weights_B=weights_B,
-                                                  old_values_BT=batch["old_values"], clip=args.value_clip,
-                                                  aggregation=objective.aggregation, **per_step)
+        sums["loss"] = loss.item()
+        if critic_loss is not None:
             learner.accelerator.backward(critic_loss)
-            totals["value_loss"] += critic_loss.item()
-            totals["value_clip_fraction"] += int(mask.sum()) * critic_part.get("value_clip_fraction", 0.0)
-        tokens = int(mask.sum())
-        totals["loss"] += loss.item()
-        totals["tokens_trained"] += tokens
-        totals["entropy"] += entropy_BT.sum().item()
-        for name in ("clip_fraction_low", "clip_fraction_high"):
-            totals["clip_fraction"] += tokens * part.get(name, 0.0)
-        totals["correction_weight"] += tokens * part.get("correction_weight", 1.0)
-        logprobs_BT = logprobs_BT.detach().cpu()
-        seen += [(row, logprobs_BT[index]) for index, row in enumerate(rows)]
+            sums["value_loss"] = critic_loss.item()
+        totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
+        order += picked.tolist()
+        seen += list(logprobs_BT)
 
-    metrics = totals | {"nonzero_advantage_rows": signal_B.double().mean().item()}
-    for name in ("clip_fraction", "correction_weight", "entropy", "kl_reference", "value_clip_fraction"):
-        metrics[name] = totals[name] / totals["tokens_trained"] if chosen else None
-    if chosen:
-        rows, logprobs = zip(*seen)
-        rows, logprobs_BT = list(rows), padded(logprobs)
-        aligned = (tensor[rows, :logprobs_BT.shape[1]] for tensor in (behavior_BT, advantages_BT, mask_BT))
-        metrics = diagnostics(logprobs_BT, *aligned) | metrics
+    metrics = {name: value if name in ("loss", "value_loss", "tokens_trained") else value / totals["tokens_trained"]
+               for name, value in totals.items()}
+    if seen:
+        logprobs_BT = padded(seen)
+        aligned = (rows[name][order, :logprobs_BT.shape[1]] for name in ("behavior", "advantages", "mask"))
+        metrics |= diagnostics(logprobs_BT, *aligned)
     if learner.critic is not None:
-        metrics["explained_variance"] = explained_variance(old_values_BT, targets_BT, mask_BT)
-    return metrics
+        metrics["explained_variance"] = explained_variance(rows["old_values"], rows["targets"], rows["mask"])
+    return metrics | {"nonzero_advantage_rows": signal_B.double().mean().item()}
 
 
 def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:

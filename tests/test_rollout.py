@@ -142,3 +142,32 @@ def test_a_sync_forgets_what_was_computed_with_the_old_weights(tiny_folder):
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)[completion.tokens[0]].item()
     assert completion.logprobs[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_environment_that_raises_costs_one_episode(policy):
+    from train import Args, make_learner
+    from update import add_advantages
+
+    class Broken(FrozenLake):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            self.number, Broken.made = Broken.made, Broken.made + 1
+
+        def step(self, answer):
+            if self.number == 3:
+                raise RuntimeError("the lake is frozen solid")
+            return super().step(answer)
+
+    episodes, _ = collect(engine_of(policy), Chat(policy[1]), Broken, [0] * 8, [0] * 8, list(range(8)), **PLAY)
+    assert [bool(episode.info["env_error"]) for episode in episodes] == [False] * 3 + [True] + [False] * 4
+    assert "frozen solid" in episodes[3].info["env_error"]
+    rewards = np.array([episode.reward for episode in episodes if not episode.info["env_error"]])
+    for algo in ("grpo", "reinforce++"):
+        add_advantages(make_learner(Args(algo=algo), policy[0]), episodes)
+        assert not episodes[3].advantages.any()
+    add_advantages(make_learner(Args(algo="grpo"), policy[0]), episodes)
+    expected = (rewards - rewards.mean()) / max(rewards.std(ddof=1), 1e-6)
+    found = [episode.advantages[episode.action_mask][0] for episode in episodes if not episode.info["env_error"]]
+    assert found == pytest.approx(expected, abs=1e-4)

@@ -334,3 +334,18 @@ def test_an_update_without_signal_takes_no_step(played, tiny_folder):
         learner = make_learner(Args(algo="grpo", step_without_signal=flag), load_policy(tiny_folder)[0])
         metrics = update(learner, silent)
         assert (metrics["steps"], metrics["without_signal"], learner.schedule.last_epoch) == (steps, 1, steps)
+
+
+def test_too_many_broken_environments_end_the_run_with_the_traceback(tmp_path, quick_flags, monkeypatch, capsys):
+    class Broken(FrozenLake):
+        def step(self, answer):
+            raise RuntimeError("the lake is frozen solid")
+
+    args = parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "broken", "--iterations", "1"])
+    source = train_module.warm_started_tiny(FrozenLake(), args.cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
+    args.model = str(source)  # the broken task would be warm-started anew
+    monkeypatch.setitem(train_module.ENVS, "frozenlake", Broken)
+    with pytest.raises(SystemExit) as stop:
+        train_module.main(args)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "100% of the environments raised" in message and "frozen solid" in message
