@@ -599,7 +599,11 @@ class ReplayBuffer:
 
     def ready(self, n: int, step: int) -> bool:
         """True if `sample(n, step)` would succeed."""
-        return self._refusal(n, step, self._expired(step)) is None
+        return self.refusal(n, step) is None
+
+    def refusal(self, n: int, step: int) -> str | None:
+        """Why `sample(n, step)` would raise, or None."""
+        return self._refusal(n, step, self._expired(step))
 
     def _refusal(self, n: int, step: int, expired: np.ndarray) -> str | None:
         """Why a batch of n cannot be drawn at `step`, or None."""

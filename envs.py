@@ -16,6 +16,7 @@ from collections import deque
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
+PATIENCE = 10_000  # map seeds without a new map before a task says that there are no more
 ANSWER = re.compile(r"<answer>\s*([A-Za-z]{1,10})\s*</answer>", re.IGNORECASE)
 
 
@@ -52,16 +53,18 @@ class FrozenLake:
 
     def problems(self, split: str, count: int) -> list[int]:
         """The first `count` map seeds of the split, each with another map. Raises ValueError when there are fewer."""
-        ids, seen = [], set()
-        for seed in range(200 * count + 10_000):
-            if len(ids) == count:
-                return ids
+        ids, seen, seed, last = [], set(), 0, 0
+        while len(ids) < count:
+            if seed - last > PATIENCE:
+                raise ValueError(f"FrozenLake {self.size}x{self.size} has only {len(ids)} different {split} maps (no new one in "
+                                 f"{PATIENCE} seeds), {count} were asked for: ask for fewer or for a larger map")
             board = self.board(seed)
             if self.split_of(board) == split and "".join(board) not in seen:
                 seen.add("".join(board))
                 ids.append(seed)
-        raise ValueError(f"FrozenLake {self.size}x{self.size} has only {len(ids)} different {split} maps among "
-                         f"{200 * count + 10_000} seeds, {count} were asked for: ask for fewer or for a larger map")
+                last = seed
+            seed += 1
+        return ids
 
     def reset(self, problem_id: int, seed: int) -> str:
         self.map = self.board(problem_id)

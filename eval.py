@@ -17,6 +17,7 @@ from typing import Annotated
 
 import matplotlib
 import numpy as np
+import torch
 import tyro
 import yaml
 
@@ -29,7 +30,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend wi
 
 
 def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: float, **play) -> dict:
-    """Plays one episode for each problem. The seeds are the problems' own, so every method and run gets the same ones."""
+    """Plays one episode for each problem. Seeds depend on the number of problems alone: all methods and runs get the same."""
     engine.sync()
     seeds = np.random.default_rng([2026, len(problem_ids)]).integers(2**31, size=len(problem_ids))
     episodes, _ = collect(engine, chat, make_env, problem_ids, list(range(len(problem_ids))), seeds, temperature=temperature,
@@ -109,18 +110,24 @@ def main(arguments: EvalArgs) -> dict:
         print(f"error: {run} is not a run with a checkpoint (it needs config.yaml and checkpoints/step_*)", file=sys.stderr)
         sys.exit(2)
     args = SimpleNamespace(**yaml.safe_load((run / "config.yaml").read_text()))
-    policy, tokenizer = load_policy(checkpoints[-1])
+    count = args.eval_problems if arguments.problems is None else arguments.problems
+    temperature = args.eval_temperature if arguments.temperature is None else arguments.temperature
+    if not count > 0 or not temperature > 0:
+        print(f"error: --problems {count} and --temperature {temperature} must be above 0", file=sys.stderr)
+        sys.exit(2)
+    policy, tokenizer = load_policy(checkpoints[-1], getattr(torch, args.dtype))
     engine = HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
     make_env = lambda: ENVS[args.env](size=args.board_size, slippery=args.slippery)  # noqa: E731
-    problems = make_env().problems("heldout", arguments.problems or args.eval_problems)
-    result = evaluate(engine, Chat(tokenizer), make_env, problems, temperature=arguments.temperature or args.eval_temperature,
+    problems = make_env().problems("heldout", count)
+    result = evaluate(engine, Chat(tokenizer), make_env, problems, temperature=temperature,
                       max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, format_penalty=args.format_penalty,
                       context_length=policy.config.max_position_embeddings)
     low, high = wilson_interval(round(result["success"] * result["problems"]), result["problems"])
     result |= {"success_low": low, "success_high": high, "checkpoint": checkpoints[-1].name}
     (run / "eval.json").write_text(json.dumps(result, indent=1))
     print(f"{run} {checkpoints[-1].name}: success {result['success']:.3f} (95 % interval {low:.3f} to "
-          f"{high:.3f}) on {result['problems']} held-out problems; {result['turns']:.1f} turns, {result['parse_failures']:.1%} answers not valid")
+          f"{high:.3f}) on {result['problems']} held-out problems; {result['turns']:.1f} turns, {result['parse_failures']:.1%} "
+          "answers not valid")
     return result
 
 

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -219,9 +220,20 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
+        if not (folder / "warm_start.json").is_file() or not (folder / "model.safetensors").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
             make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count)
     return folder
+
+
+def up_to(env, split: str, count: int) -> list[int]:
+    """`count` problems, or fewer where the task has no more (halved until it has)."""
+    try:
+        return env.problems(split, count)
+    except ValueError:
+        if count < 2:
+            raise
+        return up_to(env, split, count // 2)
 
 
 def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count):
@@ -231,10 +243,10 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
         torch.manual_seed(seed)
         model = LlamaForCausalLM(tiny_config(tokenizer)).eval()
     with Progress(transient=True) as progress:
-        train_maps = np.random.default_rng(seed).choice(env.problems("train", 1536), size=count)
+        train_maps = np.random.default_rng(seed).choice(up_to(env, "train", 1536), size=count)
         rows, _ = demonstrations(env, chat, train_maps, skill, max_turns, seed)
         imitate(model, rows, updates, learning_rate, batch_tokens, seed, progress)
-    rows, moves = demonstrations(env, chat, env.problems("heldout", 256), skill, max_turns, seed + 1)
+    rows, moves = demonstrations(env, chat, up_to(env, "heldout", 256), skill, max_turns, seed + 1)
     report = {"imitation_loss_nats_per_move": imitation_loss(model, rows, len(moves)),
               "blind_player_nats_per_move": blind_loss(moves), "updates": updates, "skill": skill,
               "seconds": round(time.time() - started, 1)}

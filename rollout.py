@@ -55,6 +55,9 @@ class HFEngine:
         for position in range(max_new_tokens):
             logprobs_BV = torch.log_softmax(self.forward(chunks).float() / temperature, dim=-1)
             # inverse-CDF sampling, so that a row's draw needs nothing but its own uniform number
+            if not logprobs_BV.isfinite().all():
+                raise ValueError("the policy's log-probs are not finite: its weights have diverged; a smaller --lr or "
+                                 "--max-grad-norm often helps")
             cdf_BV = logprobs_BV.double().exp().cumsum(dim=-1)
             uniform_B1 = torch.from_numpy(uniforms_BT[:, position:position + 1]).to(cdf_BV.device)
             token_B1 = torch.searchsorted(cdf_BV, uniform_B1 * cdf_BV[:, -1:], right=True)
@@ -121,11 +124,15 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
     transcripts = [[{"role": "user", "content": env.reset(problem, seed)}]
                    for env, problem, seed in zip(envs, problem_ids, seeds)]
     tokens = [chat.start(transcript[0]["content"]) for transcript in transcripts]
+    longest = max(map(len, tokens))
+    if longest + max_new_tokens > context_length:
+        raise ValueError(f"the first message has {longest} tokens; with {max_new_tokens} to sample it does not fit the model's "
+                         f"context of {context_length}")
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
     turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
-    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "env_error": ""}
-             for _ in envs]
+    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0,
+              "context_full": False, "env_error": ""} for _ in envs]
     playing = list(range(len(envs)))
     for turn in range(max_turns):
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
@@ -155,6 +162,7 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
             fits = len(tokens[i]) + len(follow) + max_new_tokens <= context_length
             if turn + 1 == max_turns or not fits:
                 infos[i]["truncated"] = True
+                infos[i]["context_full"] = turn + 1 < max_turns
                 continue
             tokens[i] = tokens[i] + follow
             masks[i] += [False] * len(follow)

@@ -2,8 +2,8 @@
 import json
 import math
 import os
-import re
 import resource
+import secrets
 import shutil
 import sys
 import time
@@ -67,8 +67,11 @@ def save_checkpoint(run: Path, learner, tokenizer, memories: dict, state: dict, 
             np.savez(temporary / f"{name}.npz", **arrays)
             (temporary / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
     (temporary / "state.json").write_text(json.dumps(state | {"schedule": learner.schedule.last_epoch}, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
+    replaced = folder.with_name(f".{folder.name}.old")
+    if folder.exists():  # no step was taken since: never be without a whole one
+        os.rename(folder, replaced)
     os.rename(temporary, folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
 
@@ -120,6 +123,14 @@ class Clock:
                             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
+def written_by(line: str, iteration: int) -> bool:
+    """Whether a line of a .jsonl is whole and of that iteration or an earlier one."""
+    try:
+        return json.loads(line)["iteration"] <= iteration
+    except json.JSONDecodeError:  # cut off when the run was killed
+        return False
+
+
 class RunLog:
     """config.yaml, metrics.jsonl, episodes.jsonl, wandb, and a bar (or, where there is no terminal, lines)."""
 
@@ -131,7 +142,7 @@ class RunLog:
         for name in ("metrics.jsonl", "episodes.jsonl"):  # drop what was written after the checkpoint
             path = run / name
             lines = path.read_text().splitlines() if path.exists() else []
-            path.write_text("".join(line + "\n" for line in lines if json.loads(line)["iteration"] <= done))
+            path.write_text("".join(line + "\n" for line in lines if written_by(line, done)))
         self.wandb = self.start_wandb() if args.wandb != "off" else None
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=16),
                                  TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(),
@@ -143,8 +154,11 @@ class RunLog:
         import wandb  # takes a second: only when it is used
         logged_in = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
         mode = "online" if self.args.wandb == "on" and logged_in else "offline"
+        path = self.run / "wandb_id"
+        if not path.exists():
+            path.write_text(secrets.token_hex(8))
         return wandb.init(project=self.args.wandb_project, name=self.run.name, dir=str(self.run), mode=mode,
-                          config=asdict(self.args), id=re.sub(r"[^\w-]", "_", self.run.name)[:64], resume="allow",
+                          config=asdict(self.args), id=path.read_text(), resume="allow",
                           settings=wandb.Settings(silent=True))
 
     def __enter__(self):

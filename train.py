@@ -5,6 +5,7 @@
     python train.py --replay none                           # the same without replay
     python train.py --resume runs/NAME                      # go on from its last checkpoint
     python train.py --help                                  # every flag, its unit and its default
+    python train.py --list                                  # every objective
 """
 import os
 
@@ -56,7 +57,8 @@ class Args:
     iterations: int = 30
     """RL iterations: sample, update, replay."""
     resume: str | None = None
-    """Run folder to go on from its last checkpoint, with its own config; flags given here override it."""
+    """Run folder to go on from its last checkpoint, with its own config. Iterations, learning rates, evaluation and logging
+    may be changed by flags."""
     checkpoint_every: int = 20
     """Iterations between checkpoints; the last iteration is always saved. 0: only the last."""
     keep_checkpoints: int = 2
@@ -203,7 +205,8 @@ class Args:
     capacity: int = 1024
     """Entries the buffer holds."""
     tau: Union[float, Literal["auto"]] = 30.0
-    """auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age. Or the age, in --age-unit, at which a priority has fallen to 1/e. The weight in the draw falls more slowly: tau/alpha."""
+    """Age, in --age-unit, at which a priority has fallen to 1/e (the weight in the draw falls more slowly, with tau/alpha).
+    auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age."""
     alpha: float = 0.6
     """Exponent of the priority; 0 draws uniformly."""
     priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"
@@ -270,15 +273,15 @@ def config_flags(path: Path) -> list[str]:
             fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
         if not isinstance(value, str):
             fail(f"{path}: {key} must be a single value, not {value}")
-    return [token for key, value in config.items()
-            for token in (f"--{key.replace('_', '-')}", {"null": "None", "true": "True", "false": "False"}.get(value, value))]
+    spelled = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False", ".inf": "inf"}  # YAML: flag
+    return [token for key, value in config.items() for token in (f"--{key.replace('_', '-')}", spelled.get(value, value))]
 
 
 def parse_args(argv: list[str]) -> Args:
     """Args of `[config.yaml] --flag value ...`; without a config, configs/frozenlake_tiny.yaml. Exits with 2 on errors."""
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
     flags = argv[len(words):]
-    given = [token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")]
+    given = {token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")}
     resumed = "resume" in given
     if resumed and words:
         fail(f"--resume takes its config from the run; leave out {words[0]}")
@@ -298,68 +301,106 @@ def parse_args(argv: list[str]) -> Args:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
     in_config = {token[2:].replace("-", "_") for token in from_config[::2]}
-    return checked(args, set(given), in_config, config.stem if not resumed else None)
+    if resumed:
+        before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
+        for name in sorted(given - MAY_CHANGE_ON_RESUME):
+            if getattr(before, name, None) != getattr(args, name, None):
+                fail(f"--{name.replace('_', '-')} is {getattr(before, name)} in {config} and cannot become {getattr(args, name)} "
+                     f"on resume; these can change: {', '.join(sorted(MAY_CHANGE_ON_RESUME - {'resume'}))}")
+    return checked(args, given, in_config, config.stem if not resumed else None)
+
+
+ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
+              "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
+              "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature", "eval_temperature",
+              "max_grad_norm",
+              "warm_start_updates", "board_size", "tau", "beta_steps", "advantage_clip", "value_clip", "dual_clip", "eps_low",
+              "eps_high")
+NOT_NEGATIVE = ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
+                "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
+SHARES = ("warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
+MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "lr_steps", "warmup_steps",
+                        "max_grad_norm", "critic_lr", "eval_every", "checkpoint_every", "keep_checkpoints", "wandb",
+                        "wandb_project", "transcripts", "micro_batch_tokens", "micro_batch_size", "max_env_error_frac",
+                        "cache_dir"}
 
 
 def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
     """Refuses settings that contradict each other (exit 2), settles what one setting decides for another."""
-    def together(*names):  # all from the command line, or all from the config
-        return set(names) <= given or set(names) <= in_config
+    def together(*names):  # all from the command line, or all from the config with none replaced there
+        return set(names) <= given or (set(names) <= in_config and not set(names) & given)
 
-    kind = objective_of(args).advantage
+    def flag(name):
+        return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+    for names, fine, words in ((ABOVE_ZERO, lambda value: value > 0, "above 0"),
+                               (NOT_NEGATIVE, lambda value: value >= 0, "at least 0"),
+                               (SHARES, lambda value: 0 <= value <= 1, "between 0 and 1")):
+        for name in names:
+            value = getattr(args, name)
+            if value not in (None, "auto") and not fine(value):
+                fail(f"{flag(name)} must be {words}")
+
+    objective = objective_of(args)
+    kind = objective.advantage
     if args.replay == "none":
         if args.replay_updates and together("replay", "replay_updates"):
-            fail(f"--replay none and --replay-updates {args.replay_updates} contradict each other: choose --replay "
-                 "uniform, per or fresh, or drop --replay-updates")
+            fail(f"--replay none and {flag('replay_updates')} contradict each other: choose --replay uniform, per or fresh, or "
+                 "drop --replay-updates")
         if args.replay_updates and "replay_updates" in given:
-            fail(f"--replay-updates {args.replay_updates} needs a buffer, but the config says replay: none; add --replay fresh")
+            fail(f"{flag('replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
         if args.replay_updates:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0
     if args.replay == "per":
-        if args.tau != math.inf and together("replay", "tau"):
-            fail(f"--replay per has no age decay, so --tau {args.tau} contradicts it: use --replay fresh")
+        if args.tau != math.inf and (together("replay", "tau") or "tau" in given):
+            fail(f"--replay per has no age decay, so {flag('tau')} contradicts it: use --replay fresh")
         args.tau = math.inf
-    if args.group_size == 1 and kind in GROUP_MEAN:
-        fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be 0; "
-             "use --group-size 2 or more, or --algo reinforce++")
-    if args.tau != "auto" and not args.tau > 0:
-        fail(f"--tau {args.tau:g} must be above 0 (inf: no decay)")
+    if args.tau == "auto" and sampler_of(args) != "prioritized":
+        fail(f"--tau auto sets the age decay of priorities, but {flag('replay')} has none here: use --replay fresh")
+    if args.replay == "uniform" and args.replay_sampler == "prioritized":
+        fail("--replay uniform and --replay-sampler prioritized contradict each other: use --replay per or fresh")
+    if args.group_size == 1 and (kind in GROUP_MEAN or kind in ("rlep_mixed", "reinforce++_baseline", "asymre")):
+        fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
+             f"{'the same' if kind == 'asymre' else '0'}; use --group-size 2 or more, or --algo reinforce++")
     if not args.fresh_update and not args.replay_updates:
         fail("--fresh-update False without replay updates trains on nothing: set --replay fresh --replay-updates 1")
     if args.replay_updates and args.replay_batch_size > args.capacity:
-        fail(f"--replay-batch-size {args.replay_batch_size} is larger than --capacity {args.capacity}: nothing could be drawn")
+        fail(f"{flag('replay_batch_size')} is larger than {flag('capacity')}: nothing could be drawn")
     if kind != "gae" and args.replay_advantage == "vtrace":
         fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if kind != "gae" and args.priority == "td_error":
         fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
-    if objective_of(args).loss in losses.RATIO_LOSSES and args.correction in losses.RATIO_CORRECTIONS:
-        fail(f"--correction {args.correction}: the loss {objective_of(args).loss!r} already holds the ratio to the sampling "
-             "policy, which must not count twice; use --loss decoupled_ppo")
-    for name in ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
-                 "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
-                 "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature", "eval_temperature", "max_grad_norm"):
-        if not getattr(args, name) > 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} must be above 0")
-    for name in ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
-                 "entropy_coef", "lora_rank"):
-        if getattr(args, name) < 0:
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} must not be below 0")
+    if objective.loss in losses.RATIO_LOSSES and args.correction in losses.RATIO_CORRECTIONS:
+        fail(f"{flag('correction')}: the loss {objective.loss!r} already holds the ratio to the sampling policy, which must not "
+             "count twice; use --loss decoupled_ppo")
+    if objective.kl_in == "reward" and objective.kl_kind == "is_k3":
+        fail("--kl-kind is_k3 is an estimator for the loss; use --kl-kind k1 in the reward, or --kl-in loss")
+    if objective.loss == "tba" and args.replay_updates and args.unit != "group":
+        fail("--loss tba compares the members of a group, so that replay must draw whole groups: add --unit group and count "
+             "--replay-batch-size and --capacity in groups")
+    if objective.loss == "reinforce" and args.replay_updates and args.correction in (None, "none"):
+        print("note: --loss reinforce has no ratio to the policy that sampled, so replayed episodes bias it (see losses.py)")
     if args.minibatches > args.problems_per_iteration:
-        fail(f"--minibatches {args.minibatches} is larger than --problems-per-iteration {args.problems_per_iteration}")
+        fail(f"{flag('minibatches')} is larger than {flag('problems_per_iteration')}")
     if args.problems_per_iteration > args.train_problems:
-        fail(f"--problems-per-iteration {args.problems_per_iteration} is larger than --train-problems {args.train_problems}")
+        fail(f"{flag('problems_per_iteration')} is larger than {flag('train_problems')}")
     if args.replay != "none":
         try:
             make_buffer(args)
         except ValueError as error:
             fail(str(error))
-    if args.store_without_signal is None:
-        args.store_without_signal = not (kind in GROUP_MEAN and sampler_of(args) == "prioritized"
-                                         and zero_advantage_is_silent(args))
     if args.name is None and not args.resume:
         args.name = f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     return args
+
+
+def stores_everything(args: Args) -> bool:
+    """Whether episodes whose advantages are all 0 are stored: not where they would never be worth a draw."""
+    if args.store_without_signal is not None:
+        return args.store_without_signal
+    silent = objective_of(args).advantage in GROUP_MEAN and zero_advantage_is_silent(args)
+    return not (silent and sampler_of(args) == "prioritized")
 
 
 def sampler_of(args: Args) -> str:
@@ -409,10 +450,14 @@ def main(args: Args) -> dict:
     """Train; returns the summary that is also written to summary.json."""
     started = time.time()
     run = Path(args.resume or Path(args.runs_dir) / args.name)
-    if not args.resume and run.exists():
-        fail(f"{run} exists already: choose another --name, or go on with --resume {run}")
     if args.resume and not checkpoints(run):
         fail(f"{run} has no checkpoint to go on from")
+    if not args.resume:
+        try:
+            run.mkdir(parents=True)
+        except FileExistsError:
+            fail(f"{run} exists already: choose another --name, or " +
+                 (f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)"))
 
     make_env = lambda: ENVS[args.env](size=args.board_size, slippery=args.slippery)  # noqa: E731
     source = args.model if args.model != "tiny" else warm_started_tiny(
@@ -432,7 +477,8 @@ def main(args: Args) -> dict:
     if args.tau == "auto" and buffer is not None:
         drift = memories["drift"] = DriftEstimator()
         memories["recent"] = ReplayBuffer(16 * args.probe_episodes, sampler="uniform", seed=args.seed + 1)
-    state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0}
+    state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0,
+             "replay_updates": 0, "minutes": 0.0}
     if args.resume:
         checkpoint = checkpoints(run)[-1]
         state |= load_checkpoint(checkpoint, learner, memories)
@@ -440,6 +486,7 @@ def main(args: Args) -> dict:
             fail(f"{run} has done its {state['iteration']} iterations; raise --iterations to go on")
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}")
 
+    store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "context_length": learner.policy.config.max_position_embeddings}
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
@@ -483,7 +530,7 @@ def main(args: Args) -> dict:
                 fail(f"{np.mean(broken):.0%} of the environments raised, more than --max-env-error-frac "
                      f"{args.max_env_error_frac:g}; the first:\n{episodes[broken.index(True)].info['env_error']}")
             stored = [episode for episode, useful, bad in zip(episodes, signal, broken)
-                      if not bad and (useful or args.store_without_signal)]
+                      if not bad and (useful or store_all)]
             if buffer is not None and stored:
                 base = td_errors(learner, stored) if args.priority == "td_error" else None
                 buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
@@ -510,6 +557,9 @@ def main(args: Args) -> dict:
                 if args.priority == "td_error":  # the one base priority that changes with the learner
                     buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
             engine.sync()
+            state["replay_updates"] += len(replayed)
+            if args.replay_updates and iteration == 3 and not state["replay_updates"]:
+                print(f"note: no replay yet: {buffer.refusal(args.replay_batch_size, now())}")
             clock.lap("replay")
 
             # ---- measure the drift, set tau
@@ -539,20 +589,22 @@ def main(args: Args) -> dict:
                 **under("fresh", fresh_metrics(episodes, signal, stored, buffer) | merged(fresh, names)),
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
                 "fresh/sampler_trainer_difference_max": fresh[0].get("log_prob_difference_max") if fresh else None,
-                **under("replay", merged(replayed, names) | replay_metrics(samples)),
+                **under("replay", merged(replayed, names) | replay_metrics(samples, args.replay_batch_size)),
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
                 **under("time", clock.metrics(sum(len(episode.tokens) for episode in episodes)))}
             log.iteration(metrics, episodes, transcripts)
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
+                state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
                 save_checkpoint(run, learner, tokenizer, memories, state, args.keep_checkpoints)
         plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None:
             plot_drift(run, drift)
         summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
                    "final_success": judged["success"], "heldout_problems": args.eval_problems, "iterations": args.iterations,
-                   "steps": state["step"], "episodes": state["episodes"], "minutes": round((time.time() - started) / 60, 2)}
+                   "steps": state["step"], "replay_updates": state["replay_updates"],
+                   "episodes": state["episodes"], "minutes": round(state["minutes"], 2)}
         log.finish(summary)
     engine.close()
     return summary
@@ -577,18 +629,19 @@ def fresh_metrics(episodes, signal, stored, buffer) -> dict:
     turns = sum(info["turns"])
     return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
             "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
+            "context_full": np.mean(info["context_full"]),
             "env_errors": np.mean([bool(error) for error in info["env_error"]]),
             "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
             "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]), "signal_share": np.mean(signal),
             "stored_share": len(stored) / len(episodes) if buffer is not None else None}
 
 
-def replay_metrics(samples) -> dict:
+def replay_metrics(samples, drawn: int) -> dict:
     if not samples:
         return dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "weight_min")) | {"updates": 0}
     ages = np.concatenate([sample.ages for sample in samples])
     return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
-            "unique_fraction": np.mean([len(np.unique(sample.ids)) / len(sample.ids) for sample in samples]),
+            "unique_fraction": np.mean([len(np.unique(sample.ids)) / drawn for sample in samples]),
             "success": np.mean([episode.info["success"] for sample in samples for episode in sample.episodes]),
             "weight_min": min(sample.weights.min() for sample in samples)}
 

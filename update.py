@@ -201,7 +201,9 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
     rows = {"tokens": padded([episode.tokens.astype(np.int64) for episode in episodes]),
             "mask": padded([episode.action_mask for episode in episodes]),
             "behavior": padded([episode.behavior_logprobs for episode in episodes]),
-            "rewards": torch.tensor([episode.reward for episode in episodes]),
+            # imitation takes what the task calls a success, whatever the format penalty
+            "rewards": torch.tensor([episode.score if objective.loss == "sft_positive" else episode.reward
+                                     for episode in episodes]),
             "ages": torch.zeros(len(episodes)) if ages is None else torch.as_tensor(ages).float(),
             "weights": torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights)}
     vtrace_BT = None

@@ -106,3 +106,14 @@ def test_the_warm_start_is_made_once_and_found_again(tiny_folder, cache_dir):
     again = warm_started_tiny(FrozenLake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
     assert again == tiny_folder and (again / "model.safetensors").stat().st_mtime_ns == before
     assert sorted(path.name for path in cache_dir.iterdir()) == [tiny_folder.name, f"{tiny_folder.name}.lock"]
+
+
+def test_a_broken_cache_folder_is_made_again(tiny_folder, tmp_path):
+    import shutil
+
+    from models import warm_started_tiny
+    (tmp_path / tiny_folder.name).mkdir(parents=True)
+    shutil.copy(tiny_folder / "config.json", tmp_path / tiny_folder.name)
+    again = warm_started_tiny(FrozenLake(), tmp_path, seed=0, updates=12, skill=0.6, max_turns=10)
+    first, second = (load_policy(folder)[0].state_dict() for folder in (tiny_folder, again))
+    assert again.name == tiny_folder.name and all(torch.equal(first[name], second[name]) for name in first)

@@ -171,3 +171,16 @@ def test_an_environment_that_raises_costs_one_episode(policy):
     expected = (rewards - rewards.mean()) / max(rewards.std(ddof=1), 1e-6)
     found = [episode.advantages[episode.action_mask][0] for episode in episodes if not episode.info["env_error"]]
     assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_first_message_longer_than_the_context_is_refused(policy):
+    with pytest.raises(ValueError, match="does not fit the model's context of 40"):
+        play(policy, [0], [0], context_length=40)
+
+
+def test_weights_that_are_not_finite_are_named(tiny_folder):
+    model, tokenizer = load_policy(tiny_folder)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="not finite"):
+        engine_of((model, tokenizer)).generate([[4, 10]], [0], [0], max_new_tokens=1, temperature=1.0)

@@ -65,6 +65,19 @@ def refused(capsys, *flags):
     (["--algo", "grop"], ["grpo"]),
     (["configs/no_such.yaml"], ["configs/no_such.yaml"]),
     (["--resume", "runs/none_such"], ["runs/none_such"]),
+    (["--replay", "uniform", "--tau", "auto"], ["--tau auto", "uniform"]),
+    (["--replay", "uniform", "--sampler", "prioritized"], ["uniform", "prioritized"]),
+    (["--algo", "asymre", "--group-size", "1"], ["--group-size 1", "the same"]),
+    (["--algo", "tba"], ["--unit group"]),
+    (["--kl-coef", "0.1", "--kl-in", "reward", "--kl-kind", "is_k3"], ["is_k3", "k1"]),
+    (["--replay-advantage", "vtrace"], ["vtrace", "--algo ppo"]),
+    (["--priority", "td_error"], ["td_error", "--algo ppo"]),
+    (["--correction", "tis_token"], ["tis_token", "decoupled_ppo"]),
+    (["--format-penalty", "nan"], ["--format-penalty nan", "at least 0"]),
+    (["--warm-start-skill", "1.5"], ["between 0 and 1"]),
+    (["--beta-steps", "0"], ["--beta-steps 0"]),
+    (["--advantage-clip", "-1"], ["--advantage-clip -1"]),
+    (["--seed", "-1"], ["--seed -1"]),
 ])
 def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     message = refused(capsys, *flags)
@@ -79,6 +92,7 @@ def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     ("- lr", ["key: value"]),
     ("replay: none\nreplay_updates: 2", ["contradict"]),
     ("lr: {", ["cannot read"]),
+    ("replay: per\ntau: 5", ["--replay per", "--tau 5"]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
@@ -95,6 +109,22 @@ def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
     (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nmax_age: null\n")
     args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf"])
     assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.max_age, args.tau) == (2e-6, "off", 3, False, None, math.inf)
+
+
+@pytest.mark.parametrize("flags", [[], ["--replay", "per"], ["--replay", "none"], ["--tau", "auto", "--lr", "1e-6"]])
+def test_the_config_of_a_run_reads_back_as_its_arguments(tmp_path, flags):
+    args = parse_args(["--name", "x", *flags])
+    train_module.RunLog(tmp_path, replace(args, wandb="off"), done=0)
+    again = parse_args(["--resume", str(tmp_path)])
+    assert again == replace(args, wandb="off", resume=str(tmp_path))
+
+
+def test_a_flag_over_a_config_is_no_contradiction_within_the_config(tmp_path, capsys):
+    (tmp_path / "x.yaml").write_text("replay: fresh\nreplay_updates: 2\ntau: 30.0\n")
+    assert parse_args([str(tmp_path / "x.yaml"), "--replay", "none"]).replay_updates == 0
+    assert parse_args([str(tmp_path / "x.yaml"), "--replay", "per"]).tau == math.inf
+    (tmp_path / "y.yaml").write_text("replay: per\n")
+    assert "--tau 5" in refused(capsys, tmp_path / "y.yaml", "--tau", 5)
 
 
 def test_replay_none_over_a_config_with_updates_means_none_and_says_so(tmp_path, capsys):
@@ -163,8 +193,9 @@ def test_eval_gives_the_number_of_the_training_run(run):
     result = json.loads((run / "eval.json").read_text())
     assert result["success"] == metrics_of(run)[-1]["eval/success"]
     assert result["success_low"] <= result["success"] <= result["success_high"] and "95 %" in done.stdout
-    wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(run / "checkpoints")], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "is not a run" in wrong.stderr
+    for flags, words in (([run / "checkpoints"], "is not a run"), ([run, "--temperature", "0"], "--temperature 0")):
+        wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), *map(str, flags)], capture_output=True, text=True)
+        assert wrong.returncode == 2 and words in wrong.stderr
 
 
 def test_a_resumed_run_equals_the_one_that_was_not_stopped(run, tmp_path, quick_flags):
@@ -175,6 +206,26 @@ def test_a_resumed_run_equals_the_one_that_was_not_stopped(run, tmp_path, quick_
     timeless = [[{key: value for key, value in line.items() if not key.startswith("time/")} for line in metrics_of(folder)]
                 for folder in (run, tmp_path / "fresh")]
     assert timeless[0] == timeless[1]
+
+
+def test_what_a_resume_refuses_and_survives(run, tmp_path, quick_flags):
+    finished = train("--resume", run, check=False)
+    assert finished.returncode == 2 and "raise --iterations" in finished.stderr
+    assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == 4
+    for flags in (["--tau", "7"], ["--capacity", "512"], ["--age-unit", "iteration"], ["--algo", "ppo"]):
+        done = train("--resume", run, "--iterations", 5, *flags, check=False)
+        assert done.returncode == 2 and flags[0] in done.stderr and "on resume" in done.stderr
+    shutil.copytree(run, tmp_path / "cut")
+    with open(tmp_path / "cut" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 5, "st')  # killed while it wrote
+    train("--resume", tmp_path / "cut", "--iterations", 5)
+    assert [line["iteration"] for line in metrics_of(tmp_path / "cut")] == [1, 2, 3, 4, 5]
+
+
+def test_replay_that_cannot_start_says_why(tmp_path, quick_flags):
+    done = train(*quick_flags, "--runs-dir", tmp_path, "--name", "x", "--iterations", 3, "--min-size", 1000)
+    assert "no replay yet: the buffer is empty or below min_size=1000: it holds" in done.stdout
+    assert json.loads((tmp_path / "x" / "summary.json").read_text())["replay_updates"] == 0
 
 
 def test_replay_none_is_replay_with_no_updates_bit_for_bit(tmp_path, quick_flags):

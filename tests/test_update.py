@@ -41,7 +41,7 @@ OBJECTIVES = {
     "ppo": dict(algo="ppo"), "ppo vtrace": dict(algo="ppo", replay_advantage="vtrace"),
     "kl in the loss": dict(algo="grpo", kl_coef=0.3), "kl in the reward": dict(algo="reinforce++", kl_coef=0.3),
     "entropy": dict(algo="grpo", entropy_coef=0.1), "decoupled": dict(algo="decoupled_ppo"), "m2po": dict(algo="m2po"),
-    "tba": dict(algo="tba"), "gspo": dict(algo="gspo"), "asymre": dict(algo="asymre"), "sft": dict(algo="sft_positive"),
+    "tba": dict(algo="tba", unit="group"), "gspo": dict(algo="gspo"), "asymre": dict(algo="asymre"), "sft": dict(algo="sft_positive"),
     "released": dict(algo="grpo", replay_advantage="released", advantage_clip=0.2)}
 
 
@@ -219,3 +219,9 @@ def test_the_critic_under_lora_has_adapters_of_its_own(tiny_folder, episodes):
         update(learner, episodes)
     assert torch.equal(score(learner.policy, episodes, learner), policy_before)
     assert per_token(learner.critic, episodes, learner).any()
+
+
+def test_imitation_counts_a_success_with_a_format_slip(tiny_folder, episodes):
+    success = replace(episodes[0], score=1.0, reward=0.85, info=episodes[0].info | {"success": True})
+    learner = learner_of(tiny_folder, episodes, algo="sft_positive")
+    assert update(learner, [success])["grad_norm"] > 0
