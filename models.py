@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from rich.progress import Progress
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
@@ -213,8 +214,10 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     tokenizer = tiny_tokenizer()
     recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate,
               "batch_tokens": batch_tokens, "demonstrations": count, "env": vars(env),
-              "tokenizer": tokenizer.backend_tokenizer.to_str(), "config": tiny_config(tokenizer).to_dict(),
-              "code": [inspect.getsource(thing) for thing in (demonstrations, imitate, Chat, token_logprobs, type(env))]}
+              "tokenizer": tokenizer.backend_tokenizer.to_str(), "template": TINY_TEMPLATE,
+              "config": tiny_config(tokenizer).to_dict(), "versions": [torch.__version__, transformers.__version__],
+              "code": [inspect.getsource(thing) for thing in
+                       (demonstrations, imitate, make_warm_start, Chat, token_logprobs, type(env))]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny_{type(env).name}_{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)

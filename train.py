@@ -141,6 +141,8 @@ class Args:
     """Lower bound of the correction. None: its default."""
     correction_high: float | None = None
     """Upper bound of the correction. None: its default."""
+    asymre_shift: float = -0.1
+    """AsymRE's baseline is the group's mean plus this."""
     advantage_clip: float | None = None
     """Advantages are clamped to +- this in the update. None: not."""
     entropy_coef: float = 0.0
@@ -280,7 +282,7 @@ def config_flags(path: Path) -> list[str]:
 def parse_args(argv: list[str]) -> Args:
     """Args of `[config.yaml] --flag value ...`; without a config, configs/frozenlake_tiny.yaml. Exits with 2 on errors."""
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
-    flags = argv[len(words):]
+    flags = [{"true": "True", "false": "False"}.get(word, word) for word in argv[len(words):]]
     given = {token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")}
     resumed = "resume" in given
     if resumed and words:

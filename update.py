@@ -147,8 +147,9 @@ def add_advantages(learner: Learner, episodes):
             rewards[row] = torch.where(mask_BT[row], math.nan, 0.0) if rewards.ndim == 2 else math.nan
     groups_B = torch.tensor([episode.group_id for episode in episodes])
     # ALGO LOGIC: what a token is worth
-    advantages_BT = compute_advantages(objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma,
-                                       lam=args.lam, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten)
+    advantages_BT = compute_advantages(
+        objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma, lam=args.lam,
+        shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten)
     for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
         episode.advantages = advantages_T[:len(episode.tokens)].copy()
 

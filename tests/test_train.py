@@ -107,7 +107,8 @@ def test_an_unknown_key_exits_with_2_before_anything_heavy():
 
 def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
     (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nmax_age: null\n")
-    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf"])
+    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf", "--slippery", "true"])
+    assert args.slippery is True
     assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.max_age, args.tau) == (2e-6, "off", 3, False, None, math.inf)
 
 
