@@ -1135,15 +1135,16 @@ class ProblemSampler:
         return np.array(found, np.int64)
 
     def stats(self, step: int) -> dict[str, float | int | None]:
-        """Pool sizes, totals, and the longest time since a visit, None before the first."""
-        pools, waits = self.pools(), step - self.last_step[self.tried >= 0]
+        """Pool sizes, totals, and, over the problems tried (None before the first), means and the longest wait."""
+        tried = self.tried >= 0
+        pools, waits = self.pools(), step - self.last_step[tried]
         return {
             "active": int((pools == ACTIVE).sum()),
             "solved": int((pools == SOLVED).sum()),
             "unsolved": int((pools == UNSOLVED).sum()),
             "untried": int((self.tried < 0).sum()),
-            "priority_mean": float(self.priorities().mean()),
-            "success_rate_mean": float(self.success_rates().mean()),
+            "priority_mean": float(self.priorities()[tried].mean()) if tried.any() else None,
+            "success_rate_mean": float(self.success_rates()[tried].mean()) if tried.any() else None,
             "retests_total": self.retests,
             "regressed_total": self.regressed,
             "rescued_total": self.rescued,

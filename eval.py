@@ -85,6 +85,8 @@ def plot_drift(run: Path, drift):
         ends = np.array([0, ages.max()])
         axes.plot(ends, fit["k0"] + fit["c"] * ends, color="C1",
                   label=f"KL = {fit['k0']:.3g} + {fit['c']:.3g} age, R² {fit['r2']:.2f}; tau {drift.tau():.3g}")
+    else:
+        axes.plot([], [], color="C1", label=f"no fit: {len(ages)} of the {drift.min_rows} episodes needed, or a single age")
     axes.set(xlabel="age (in --age-unit)", ylabel="KL(behaviour || current), nats an episode", title=run.name)
     axes.legend()
     figure.tight_layout()

@@ -265,6 +265,8 @@ def _groups(rewards_B, group_ids_B, judged_B):
     high_G = zeros_G.scatter_reduce(0, index_B, rewards_B.where(judged_B, -torch.inf), "amax", include_self=False)
     low_G = zeros_G.scatter_reduce(0, index_B, rewards_B.where(judged_B, torch.inf), "amin", include_self=False)
     centred_B = torch.where(judged_B & (high_G > low_G)[index_B], rewards_B - mean_G[index_B], 0.0)
+    # a reward at the mean has no signal; what rounding leaves there would count as some
+    centred_B = torch.where(centred_B.abs() > 1e-6 * (high_G - low_G)[index_B], centred_B, 0.0)
     std_G = (zeros_G.index_add(0, index_B, centred_B.square()) / (size_G - 1).clamp(min=1)).sqrt()
     return centred_B, std_G[index_B], size_G[index_B]
 

@@ -40,6 +40,7 @@ from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has
                     objective_of, score, td_errors, update, zero_advantage_is_silent)
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
+ADVANTAGE_KINDS = tuple(kind for kind in losses.ADVANTAGES if kind != "rlep_mixed")  # the loop mixes no groups
 GROUP_MEAN = ("grpo", "dr_grpo", "rloo")  # advantage kinds that are exactly 0 for a group of one or of equal rewards
 
 
@@ -100,7 +101,7 @@ class Args:
     train_problems: int = 1536
     """Number of different training problems."""
     max_env_error_frac: float = 0.1
-    """The run ends when more than this share of an iteration's environments raise; each costs only its episode."""
+    """The run ends when more than this share of an iteration's environments raise in a step; each costs its episode."""
 
     problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
     """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
@@ -122,7 +123,7 @@ class Args:
     # ---- objective
     algo: Literal[tuple(losses.ALGORITHMS)] = "grpo"
     """Bundle of advantage, loss, aggregation and KL (python train.py --list shows them); each can be overridden below."""
-    advantage: Literal[tuple(losses.ADVANTAGES)] | None = None
+    advantage: Literal[ADVANTAGE_KINDS] | None = None
     """Advantage kind. None: the algorithm's."""
     loss: Literal[tuple(losses.LOSSES)] | None = None
     """Policy loss. None: the algorithm's."""
@@ -165,7 +166,7 @@ class Args:
     """The critic's values move at most this far from the update's start before the loss stops them. None: no clipping."""
     replay_advantage: Literal["stored", "vtrace", "released"] = "stored"
     """On replay: as computed at collection | V-trace with the current critic | normalised again inside the replayed batch, as
-    the released FreshPER code does (a lone member of a group gets 0)."""
+    the released FreshPER code does (a lone member of a group is 0 before the whitening)."""
     fresh_update: bool = True
     """Train on each iteration's own episodes. False: train from the buffer alone."""
     fresh_epochs: int = 1
@@ -354,6 +355,11 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         if args.replay_updates:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0
+    if "replay" in given and args.replay != "none":  # over the config of a run that had no replay or no decay
+        if not args.replay_updates and "replay_updates" in in_config - given:
+            fail(f"{flag('replay')} would never replay, since the config says replay_updates: 0; add --replay-updates 2")
+        if args.replay == "fresh" and args.tau == math.inf and "tau" in in_config - given:
+            fail("--replay fresh would not decay, since the config says tau: inf; add --tau 30")
     if args.replay == "per":
         if args.tau != math.inf and (together("replay", "tau") or "tau" in given):
             fail(f"--replay per has no age decay, so {flag('tau')} contradicts it: use --replay fresh")
@@ -362,7 +368,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"--tau auto sets the age decay of priorities, but {flag('replay')} has none here: use --replay fresh")
     if args.replay == "uniform" and args.replay_sampler == "prioritized":
         fail("--replay uniform and --replay-sampler prioritized contradict each other: use --replay per or fresh")
-    if args.group_size == 1 and (kind in GROUP_MEAN or kind in ("rlep_mixed", "reinforce++_baseline", "asymre")):
+    if args.group_size == 1 and (kind in GROUP_MEAN or kind in ("reinforce++_baseline", "asymre")):
         fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
              f"{'the same' if kind == 'asymre' else '0'}; use --group-size 2 or more, or --algo reinforce++")
     if not args.fresh_update and not args.replay_updates:
@@ -486,7 +492,8 @@ def main(args: Args) -> dict:
         state |= load_checkpoint(checkpoint, learner, memories)
         if state["iteration"] >= args.iterations:
             fail(f"{run} has done its {state['iteration']} iterations; raise --iterations to go on")
-        print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}")
+        print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}; learning rate and beta now follow a plan "
+              f"of {args.iterations} iterations")
 
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
@@ -520,34 +527,36 @@ def main(args: Args) -> dict:
                 engine, chat, make_env, train_problems[asked].repeat(args.group_size), groups.repeat(args.group_size),
                 rng_of(args, "sampling", iteration).integers(2**31, size=n * args.group_size),
                 temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
-            for place, members in zip(asked, np.array_split(np.arange(len(episodes)), n)):
-                memories["problems"].update(place, [float(episodes[row].info["success"]) for row in members], iteration)
             add_advantages(learner, episodes)
             clock.lap("sample")
 
             # ---- store
-            signal = [has_signal(episode) for episode in episodes]
-            broken = [bool(episode.info["env_error"]) for episode in episodes]
-            if np.mean(broken) > args.max_env_error_frac:
-                fail(f"{np.mean(broken):.0%} of the environments raised, more than --max-env-error-frac "
-                     f"{args.max_env_error_frac:g}; the first:\n{episodes[broken.index(True)].info['env_error']}")
-            stored = [episode for episode, useful, bad in zip(episodes, signal, broken)
-                      if not bad and (useful or store_all)]
+            broken = [episode.info["env_error"] for episode in episodes if episode.info["env_error"]]
+            if len(broken) > args.max_env_error_frac * len(episodes):
+                fail(f"{len(broken) / len(episodes):.0%} of the environments raised, more than --max-env-error-frac "
+                     f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
+            sound = [episode for episode in episodes if not episode.info["env_error"]]  # the others teach nothing
+            stored = [episode for episode in sound if store_all or has_signal(episode)]
+            for place, group in zip(asked, groups):
+                successes = [float(episode.info["success"]) for episode in sound if episode.group_id == group]
+                if successes:
+                    memories["problems"].update(place, successes, iteration)
             if buffer is not None and stored:
                 base = td_errors(learner, stored) if args.priority == "td_error" else None
                 buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
             if drift is not None:
-                memories["recent"].add(episodes, now(), birthdays=[now()] * len(episodes))
+                memories["recent"].add(sound, now(), birthdays=[now()] * len(sound))
 
             # ---- update on fresh episodes
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
             several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
-            proximal_BT = score(learner.policy, episodes, learner) if args.fresh_update and several else None
+            proximal_BT = score(learner.policy, sound, learner) if args.fresh_update and several else None
             for _ in range(args.fresh_epochs if args.fresh_update else 0):
                 for members in np.array_split(shuffle.permutation(groups), args.minibatches):
-                    rows = [row for row, episode in enumerate(episodes) if episode.group_id in members]
-                    fresh.append(step_on([episodes[row] for row in rows],
-                                         proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
+                    rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
+                    if rows:
+                        fresh.append(step_on([sound[row] for row in rows],
+                                             proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
             clock.lap("fresh")
 
             # ---- update on replayed episodes
@@ -588,7 +597,7 @@ def main(args: Args) -> dict:
             memory = buffer.stats(now()) | drift_metrics(args, buffer, fit) if buffer is not None else {"bytes": 0}
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
-                **under("fresh", fresh_metrics(episodes, signal, stored, buffer) | merged(fresh, names)),
+                **under("fresh", fresh_metrics(episodes, stored, buffer) | merged(fresh, names)),
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
                 "fresh/sampler_trainer_difference_max": fresh[0].get("log_prob_difference_max") if fresh else None,
                 **under("replay", merged(replayed, names) | replay_metrics(samples, args.replay_batch_size)),
@@ -626,7 +635,7 @@ def under(name: str, metrics: dict) -> dict:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
-def fresh_metrics(episodes, signal, stored, buffer) -> dict:
+def fresh_metrics(episodes, stored, buffer) -> dict:
     info = {key: [episode.info[key] for episode in episodes] for key in episodes[0].info}
     turns = sum(info["turns"])
     return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
@@ -634,7 +643,8 @@ def fresh_metrics(episodes, signal, stored, buffer) -> dict:
             "context_full": np.mean(info["context_full"]),
             "env_errors": np.mean([bool(error) for error in info["env_error"]]),
             "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
-            "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]), "signal_share": np.mean(signal),
+            "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]),
+            "signal_share": np.mean([has_signal(episode) for episode in episodes]),
             "stored_share": len(stored) / len(episodes) if buffer is not None else None}
 
 
@@ -659,7 +669,7 @@ def list_objectives():
         options = " ".join(f"{key}={value}" for key, value in bundle["loss_options"].items())
         print(f"  {name:21} advantage {bundle['advantage']:21} loss {bundle['loss']:14} {bundle['aggregation']:20} {options:28} "
               f"{bundle['note']}")
-    for flag, parts in (("advantage", losses.ADVANTAGES), ("loss", losses.LOSSES), ("aggregation", losses.AGGREGATIONS),
+    for flag, parts in (("advantage", ADVANTAGE_KINDS), ("loss", losses.LOSSES), ("aggregation", losses.AGGREGATIONS),
                         ("correction", losses.CORRECTIONS), ("kl-kind", losses.KLS)):
         print(f"--{flag}: {', '.join(parts)}")
 

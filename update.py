@@ -11,7 +11,8 @@ from models import collate, micro_batches, token_logprobs
 
 PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
-                  "correction_weight", "entropy", "kl_reference", *DIAGNOSTICS)
+                  "clip_fraction_dual", "is_weight", "tba_error", "positive_fraction", "correction_weight",
+                  "entropy", "kl_reference", *DIAGNOSTICS)
 CRITIC_METRICS = ("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm")
 
 
@@ -185,7 +186,7 @@ def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     mask_BT = padded([episode.action_mask for episode in episodes])
     if args.replay_advantage == "vtrace":
         return whitened(vtrace_BT, mask_BT)
-    if args.replay_advantage == "released":  # normalised again inside the drawn batch: a lone member of a group gets 0
+    if args.replay_advantage == "released":  # again inside the drawn batch: a lone member is 0 before the whitening
         rewards_B = torch.tensor([episode.reward for episode in episodes])
         groups_B = torch.tensor([episode.group_id for episode in episodes])
         return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True)
@@ -244,9 +245,10 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
                              proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B, ages_B=batch["ages"],
                              rewards_B=batch["rewards"], aggregation=aggregation, **per_step, **options)
     tokens = int(mask_BT.sum())
-    sums = {"tokens_trained": tokens, "entropy": entropy_BT.sum().item(),
-            "clip_fraction": tokens * (part.get("clip_fraction_low", 0.0) + part.get("clip_fraction_high", 0.0)),
-            "correction_weight": tokens * part.get("correction_weight", 1.0)}
+    sums = {name: tokens * value for name, value in part.items() if name not in ("loss", "clamped")}
+    sums |= {"tokens_trained": tokens, "entropy": entropy_BT.sum().item(),
+             "clip_fraction": sums.get("clip_fraction_low", 0.0) + sums.get("clip_fraction_high", 0.0),
+             "correction_weight": sums.get("correction_weight", tokens)}
     if objective.kl_in == "loss":  # samples of an older policy need the ratio
         kind = args.replay_kl_kind if replayed else objective.kl_kind
         kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())

@@ -1192,3 +1192,10 @@ def test_every_correction_runs_through_the_loss(kind):
     assert ("correction_weight" in metrics) == (kind != "none") and all(
         type(value) is float for value in metrics.values()
     )
+
+
+def test_a_reward_at_the_mean_of_its_group_is_exactly_silent():
+    rewards_B, mask_BT = torch.tensor([-0.45, 0.0, -1.35, 0.0]), torch.ones(4, 1, dtype=torch.bool)
+    for kind in ("grpo", "dr_grpo", "rloo"):
+        found_B = losses.compute_advantages(kind, rewards_B, torch.zeros(4, dtype=torch.long), mask_BT)[:, 0]
+        assert found_B[0] == 0.0 and found_B[1] == found_B[3] > 0 > found_B[2]

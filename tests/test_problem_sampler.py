@@ -280,7 +280,7 @@ def test_state_is_a_copy():
 def test_stats_before_and_after():
     sampler = ProblemSampler(5)
     stats = sampler.stats(0)
-    assert stats["untried"] == 5 and stats["since_visit_max"] is None and stats["priority_mean"] == 0.25
+    assert stats["untried"] == 5 and stats["since_visit_max"] is None and stats["priority_mean"] is stats["success_rate_mean"] is None
     sampler.select(2, 10)
     sampler.select(2, 14)
     assert sampler.stats(20)["untried"] == 1 and sampler.stats(20)["since_visit_max"] == 10

@@ -126,6 +126,10 @@ def test_a_flag_over_a_config_is_no_contradiction_within_the_config(tmp_path, ca
     assert parse_args([str(tmp_path / "x.yaml"), "--replay", "per"]).tau == math.inf
     (tmp_path / "y.yaml").write_text("replay: per\n")
     assert "--tau 5" in refused(capsys, tmp_path / "y.yaml", "--tau", 5)
+    (tmp_path / "z.yaml").write_text("replay: none\nreplay_updates: 0\ntau: .inf\n")  # as a finished run writes it
+    assert "--replay-updates 2" in refused(capsys, tmp_path / "z.yaml", "--replay", "fresh")
+    assert "--tau 30" in refused(capsys, tmp_path / "z.yaml", "--replay", "fresh", "--replay-updates", "2")
+    assert parse_args([str(tmp_path / "z.yaml"), "--replay", "fresh", "--replay-updates", "2", "--tau", "9"]).tau == 9
 
 
 def test_replay_none_over_a_config_with_updates_means_none_and_says_so(tmp_path, capsys):
