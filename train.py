@@ -38,7 +38,7 @@ from models import Chat, Critic, load_policy, warm_started_tiny
 from rollout import HFEngine, collect
 from runs import Clock, RunLog, checkpoints, fail, load_checkpoint, save_checkpoint
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
-                    objective_of, score, td_errors, update, zero_advantage_is_silent)
+                    objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
 ADVANTAGE_KINDS = tuple(kind for kind in losses.ADVANTAGES if kind != "rlep_mixed")  # the loop mixes no groups
@@ -579,8 +579,7 @@ def main(args: Args) -> dict:
             if drift is not None:
                 if memories["recent"].ready(args.probe_episodes, now()):
                     probe = memories["recent"].sample(args.probe_episodes, now())
-                    log_ratio_B = sum_log_ratios(learner, probe.episodes)
-                    drift.add(probe.ages, sequence_kl(log_ratio_B))
+                    drift.add(probe.ages, sequence_kl(sequence_log_ratios(learner, probe.episodes)))
                 fit = drift.fit()
                 if fit:
                     buffer.set_tau(drift.tau())
@@ -620,13 +619,6 @@ def main(args: Args) -> dict:
         log.finish(summary)
     engine.close()
     return summary
-
-
-def sum_log_ratios(learner: Learner, episodes) -> np.ndarray:
-    """(B,) log current/behaviour of whole episodes."""
-    current_BT = score(learner.policy, episodes, learner).double().numpy()
-    return np.array([row_T[:len(episode.tokens)].sum() - episode.behavior_logprobs.sum(dtype=np.float64)
-                     for row_T, episode in zip(current_BT, episodes)])
 
 
 # ---- what is logged beside the update's own metrics

@@ -92,6 +92,12 @@ def score(model, episodes, learner: Learner) -> torch.Tensor:
                      episodes, learner)
 
 
+def sequence_log_ratios(learner: Learner, episodes) -> np.ndarray:
+    """(B,) log current/behaviour of whole episodes, float64."""
+    behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
+    return (score(learner.policy, episodes, learner).double() - behavior_BT.double()).sum(1).numpy()
+
+
 def reference_score(learner: Learner, episodes) -> torch.Tensor:
     """(B, T) log-probs under the policy of the start: a frozen copy, or under LoRA the base without its adapters."""
     if learner.reference is None:

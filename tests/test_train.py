@@ -405,3 +405,17 @@ def test_too_many_broken_environments_end_the_run_with_the_traceback(tmp_path, q
         train_module.main(args)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and "100% of the environments raised" in message and "frozen solid" in message
+
+
+def test_three_updates_that_are_not_finite_end_the_run_and_name_their_episodes(tmp_path, quick_flags, monkeypatch, capsys):
+    import update as update_module
+    real = update_module.policy_loss
+    monkeypatch.setattr(update_module, "policy_loss", lambda *args, **kwargs: (real(*args, **kwargs)[0] * math.nan, {}))
+    with pytest.raises(SystemExit):
+        train_module.main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "nan", "--iterations", "1",
+                                      "--fresh-epochs", "3"]))
+    assert "three updates in a row" in capsys.readouterr().err
+    events = [json.loads(line) for line in (tmp_path / "nan" / "episodes.jsonl").read_text().splitlines()]
+    assert len(events) == 3 and all("not finite" in event["event"] and event["loss"] == "nan" for event in events)
+    named = events[0]["episodes [iteration, group_id, problem_id]"]
+    assert len(named) == 24 and all(iteration == 1 for iteration, _, _ in named)
