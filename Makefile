@@ -1,28 +1,51 @@
 # make demo: set up .venv and run the main job.  make test: set up .venv and run the quick tests.
 PYTHON ?= python3
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+# two processes of one thread each: with two threads each they would slow each other down many times over
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2
+LEVELS = /usr/share/games/cavepacker/maps
 
-.PHONY: demo test test-slow clean
+.PHONY: demo data test test-slow test-vllm numbers clean
 
 demo: .venv/installed
 	.venv/bin/python train.py
 
-# one thread each: two busy processes with two torch threads each slow each other down many times over
-test: .venv/installed-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q
+# SmolLM2, the maths and search data, and (where apt-get may install) the Sokoban levels
+data: .venv/installed-data
+	@test -d $(LEVELS) || { command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq cavepacker-data; } \
+	    || echo "note: no Sokoban levels: as root, apt-get install cavepacker-data"
 
-test-slow: .venv/installed-dev
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -m slow
+test: .venv/installed-dev data
+	$(PYTEST)
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv || { rm -rf .venv; echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+test-slow: .venv/installed-dev data
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	    || echo "note: no chromium: as root, apt-get install chromium; its tests are skipped"
+	$(PYTEST) -m "slow and not vllm"
+
+# the real vLLM, its CPU build, in an environment of its own
+test-vllm: .venv-vllm/installed
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/test_vllm.py
+
+# the numbers that the configs promise: run again, and say which moved
+numbers: .venv/installed
+	.venv/bin/python studies/numbers.py
+
+.venv/bin/python .venv-vllm/bin/python:
+	$(PYTHON) -m venv $(@D)/.. || { rm -rf $(@D)/..; echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 
 .venv/installed: requirements.txt | .venv/bin/python
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
 	touch $@
 
 .venv/installed-dev: requirements-dev.txt requirements.txt | .venv/bin/python
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(PIP) -r requirements-dev.txt
+	touch $@
+
+.venv/installed-data: requirements-data.txt requirements-data-nodeps.txt requirements.txt | .venv/bin/python
+	$(PIP) -r requirements.txt -r requirements-data.txt
+	$(PIP) --no-deps -r requirements-data-nodeps.txt
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .hypothesis __pycache__ tests/__pycache__ benchmarks/__pycache__
+	rm -rf .venv .venv-vllm .pytest_cache .hypothesis __pycache__ tests/__pycache__ benchmarks/__pycache__

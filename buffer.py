@@ -784,6 +784,23 @@ class ReplayBuffer:
             stats["newest_mass"] = float(p[birthdays == birthdays.max()].sum())
         return stats
 
+    def by_age(self, step: int, bins: int = 128) -> dict[str, list]:
+        """The live entries by rising age (grouped into `bins` when there are more ages): how many, their mean base priority,
+        their share of the draw's mass; `uses`: how many were used 0, 1, ... 7, and 8 or more times."""
+        if not self.ready(1, step):
+            return {"age": [], "count": [], "mass": [], "priority": [], "uses": [0] * 9}
+        ids, p = self.probabilities(step)
+        slots = self._slots(ids)
+        ages = step - self.birthday[slots]
+        if len(np.unique(ages)) > bins:
+            width = -(-(int(ages.max()) + 1) // bins)
+            ages = ages // width * width
+        age, place = np.unique(ages, return_inverse=True)
+        count = np.bincount(place)
+        return {"age": age.tolist(), "count": count.tolist(), "mass": np.bincount(place, p).tolist(),
+                "priority": (np.bincount(place, np.exp(self.log_base[slots])) / count).tolist(),
+                "uses": np.bincount(np.minimum(self.uses[slots], 8), minlength=9).tolist()}
+
     def check_valid(self) -> None:
         """Assert every invariant that ties the parts together, O(N)."""
         slots, counts = self._live(), self.counts

@@ -1,23 +1,43 @@
-"""Tasks: one small class each, with the same few methods. Text in, text out; no tokens and no tensors here.
+"""Tasks: one small class each, with the same few members. Text in, text out; no tokens and no tensors here.
 
+    name, stop, slow            class attributes: the task's name; strings that end a turn once they are complete, like
+                                ("</answer>",), or (); True when reset() or step() wait for something (threads run them)
+    __init__(*, option=default) options, annotated as str, int, float or bool; `--env-options key value` sets them
     problems(split, count)      ids of `count` different problems of "train" or "heldout"; the two never share one
-    reset(problem_id, seed)     start an episode; returns the first user message
-    step(answer)                play the model's text; returns (next user message, score, done, valid)
+    reset(problem_id, seed)     start an episode; returns the first user message. The seed decides all noise
+    step(answer)                play the model's text, whatever it is; returns (next user message, score, done, valid)
     render()                    the state as text for people
-    success                     whether the episode so far counts as solved
-    scripted_answer(rng, skill) what a scripted player of that skill would answer (for the tiny policy's warm start)
+    success, info               whether the episode so far counts as solved; a dict of extras (numbers are logged)
+    image()                     the state as (H, W, 3) uint8 pixels: only tasks with a board
+    scripted_answer(rng, skill) what a scripted player of that skill answers: only tasks with a solver
 
 `score` is the task's own reward. The format penalty for an answer that is not `valid` is added by `rollout.collect`.
 """
+import copy
+import functools
 import hashlib
+import importlib.util
+import inspect
+import os
 import re
+import sys
 from collections import deque
+from pathlib import Path
 
+import numpy as np
+from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
+from buffer import one_of, require
+
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
-PATIENCE = 10_000  # map seeds without a new map before a task says that there are no more
-ANSWER = re.compile(r"<answer>\s*([A-Za-z]{1,10})\s*</answer>", re.IGNORECASE)
+PATIENCE = 10_000  # ids without a new problem before a task says that there are no more
+ANSWER = re.compile(r"<answer>\s*([A-Za-z]{1,10})\s*</answer>", re.IGNORECASE | re.ASCII)
+
+
+class MissingData(RuntimeError):
+    """Data, a package or a service that a task needs is not there; the message is one sentence that names the command
+    which installs it."""
 
 
 def parse_answer(text: str, allowed: list[str]) -> int | None:
@@ -35,99 +55,290 @@ def parse_answer(text: str, allowed: list[str]) -> int | None:
     return words.index(answers[0].lower()) if answers[0].lower() in words else None
 
 
-class FrozenLake:
-    """gymnasium's FrozenLake-v1 on its seeded, solvable random maps. A problem id is the seed of its map."""
+# ------------------------------------------------------------------------------------------------------ board games
 
-    name = "frozenlake"
-    moves = ["Left", "Down", "Right", "Up"]  # gymnasium's order
+class BoardGame:
+    """What the three board games share: one move a turn, written <answer>Left</answer>.
 
-    def __init__(self, size: int = 4, frozen_probability: float = 0.8, slippery: bool = False):
-        self.size, self.frozen_probability, self.slippery = size, frozen_probability, slippery
+    A game adds its texts, content(problem_id), start(), play(), render(), hints(), legal_moves() and best_moves().
+    """
+    stop, slow = (), False
+    moves = ["Left", "Down", "Right", "Up"]
 
-    def board(self, problem_id: int) -> list[str]:
-        return generate_random_map(size=self.size, p=self.frozen_probability, seed=int(problem_id))
-
-    def split_of(self, board: list[str]) -> str:
-        digest = hashlib.sha256("".join(board).encode()).digest()
-        return "heldout" if digest[0] % HELDOUT_CLASSES == 0 else "train"
+    def split_of(self, content: str) -> str:
+        return "heldout" if hashlib.sha256(content.encode()).digest()[0] % HELDOUT_CLASSES == 0 else "train"
 
     def problems(self, split: str, count: int) -> list[int]:
-        """The first `count` map seeds of the split, each with another map. Raises ValueError when there are fewer."""
-        ids, seen, seed, last = [], set(), 0, 0
+        """The first `count` ids of the split, each with other content. Raises ValueError when there are fewer."""
+        one_of("split", split, ("train", "heldout"))
+        ids, seen, problem_id, last = [], set(), 0, 0
         while len(ids) < count:
-            if seed - last > PATIENCE:
-                raise ValueError(f"FrozenLake {self.size}x{self.size} has only {len(ids)} different {split} maps (no new one in "
-                                 f"{PATIENCE} seeds), {count} were asked for: ask for fewer or for a larger map")
-            board = self.board(seed)
-            if self.split_of(board) == split and "".join(board) not in seen:
-                seen.add("".join(board))
-                ids.append(seed)
-                last = seed
-            seed += 1
+            require(problem_id - last <= PATIENCE, f"{self.name} {self.size}x{self.size} has only {len(ids)} different "
+                    f"{split} boards (no new one in {PATIENCE} ids), {count} were asked for: ask for fewer"
+                    " or for larger boards")
+            content = self.content(problem_id)
+            if self.split_of(content) == split and content not in seen:
+                seen.add(content)
+                ids.append(problem_id)
+                last = problem_id
+            problem_id += 1
         return ids
 
     def reset(self, problem_id: int, seed: int) -> str:
-        self.map = self.board(problem_id)
-        self.game = FrozenLakeEnv(desc=self.map, is_slippery=self.slippery)
-        self.position, _ = self.game.reset(seed=int(seed))
-        self.success = False
-        ice = " The ice is slippery." if self.slippery else ""
-        return f"Walk from P to G, never into O.{ice}\n{self.observation()}"
+        self.success, self.info = False, {"true_return": 0.0}
+        self.start(int(problem_id), int(seed))
+        if self.prompt == "tiny":
+            return f"{self.short_rules()}\n{self.observation(first=True)}"
+        board, move = self.example
+        return (f"{self.role} {self.rules()}\nSymbols: {self.legend}.\nEach turn, answer with one move: Left, Down, "
+                "Right or Up, like <answer>Left</answer>. Anything else is a turn without a move.\nExample: the board\n"
+                f"{board}\nis solved by <answer>{move}</answer>.\n\nThe board now:\n{self.observation(first=True)}")
+
+    def observation(self, first: bool = False) -> str:
+        """The board; for the tiny policy hints, and the board no more often than needed, its context being short."""
+        if self.prompt == "full":
+            return self.render()
+        board = self.tiny_board == "always" or first and self.tiny_board == "first"
+        return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
         move = parse_answer(answer, self.moves)
-        if move is None:  # a no-op turn, so that rambling is never better than walking
-            return f"No valid answer.\n{self.observation()}", 0.0, False, False
+        score, done = self.play(move)  # None is a turn without a move, so that rambling is never better than playing
+        self.info["true_return"] += score
+        complaint = "" if move is not None else "No valid answer.\n" if self.prompt == "tiny" else \
+            "No valid answer. Answer with one move, like <answer>Left</answer>.\n"
+        return complaint + self.observation(), score, done, move is not None
+
+    def scripted_answer(self, rng, skill: float) -> str:
+        """A best move with probability `skill`, else any move that changes the board, bad ones included."""
+        moves = self.best_moves() if rng.random() < skill else self.legal_moves()
+        return f"<answer>{self.moves[rng.choice(moves)]}</answer>"
+
+
+def neighbour(cell: int, move: int, rows: int, columns: int) -> int:
+    """The next cell in the direction of `BoardGame.moves[move]`, or `cell` itself at the edge."""
+    row, column = divmod(cell, columns)
+    row += (move == 1) - (move == 3)
+    column += (move == 2) - (move == 0)
+    return row * columns + column if 0 <= row < rows and 0 <= column < columns else cell
+
+
+def distances_to_goal(board: list[str]) -> list[float]:
+    """Moves from each cell to G around the holes H (breadth first), inf where there is no way."""
+    cells, columns = "".join(board), len(board[0])
+    distance = [float("inf")] * len(cells)
+    distance[cells.index("G")] = 0
+    queue = deque([cells.index("G")])
+    while queue:
+        cell = queue.popleft()
+        for move in range(4):  # moves are symmetric, so walking back from the goal is walking to it
+            near = neighbour(cell, move, len(board), columns)
+            if cells[near] != "H" and distance[near] == float("inf"):
+                distance[near] = distance[cell] + 1
+                queue.append(near)
+    return distance
+
+
+class FrozenLake(BoardGame):
+    """gymnasium's FrozenLake-v1 on seeded, solvable random maps. A problem id is the seed of its map.
+
+    Start and goal are opposite corners (gymnasium's own maps), or anywhere with `random_start`, as FreshPER had them.
+    """
+    name, ground, tiny_board = "frozenlake", "ice", "always"
+    role = "You are walking on a frozen lake."
+    legend = "P is you, _ is ice, O is a hole, G is the goal, X is you in a hole, √ is you on the goal"
+    example = ("P G\n_ O", "Right")
+
+    def __init__(self, *, size: int = 4, frozen_probability: float = 0.8, slippery: bool = False,
+                 random_start: bool = False, prompt: str = "full"):
+        require(size >= 2, f"size={size}: allowed is 2 or more")
+        require(0.6 <= frozen_probability <= 1, f"frozen_probability={frozen_probability}: allowed is 0.6 to 1 (a "
+                "large lake with less ice hardly ever has a way across)")
+        self.size, self.frozen_probability = size, frozen_probability
+        self.slippery, self.random_start = slippery, random_start
+        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+
+    def board(self, problem_id: int) -> list[str]:
+        if not self.random_start:
+            return generate_random_map(size=self.size, p=self.frozen_probability, seed=int(problem_id))
+        rng = np.random.default_rng(int(problem_id))
+        while True:
+            cells = np.where(rng.random(self.size**2) < self.frozen_probability, "F", "H")
+            start, goal = rng.choice(self.size**2, 2, replace=False)
+            cells[start], cells[goal] = "S", "G"
+            board = ["".join(row) for row in cells.reshape(self.size, self.size)]
+            if distances_to_goal(board)[start] < float("inf"):
+                return board
+
+    def content(self, problem_id: int) -> str:
+        return "".join(self.board(problem_id))
+
+    def start(self, problem_id: int, seed: int):
+        self.map = self.board(problem_id)
+        self.game = FrozenLakeEnv(desc=self.map, is_slippery=self.slippery)
+        self.position, _ = self.game.reset(seed=seed)
+
+    def rules(self) -> str:
+        return ("Reach the goal without falling into a hole. A move goes one cell; at the edge you stay where you are. "
+                f"The goal scores 1 and ends the game, a hole ends it with 0.{self.slipping()}")
+
+    def slipping(self) -> str:
+        return (f" The {self.ground} is slippery: a move goes where you want with probability 1/3, and to either "
+                "side of that with probability 1/3 each.") if self.slippery else ""
+
+    def short_rules(self) -> str:
+        return "Walk from P to G, never into O." + (" The ice is slippery." if self.slippery else "")
+
+    def play(self, move: int | None) -> tuple[float, bool]:
+        if move is None:
+            return 0.0, False
         self.position, score, done, _, _ = self.game.step(move)
         self.success = bool(score > 0)
-        return self.observation(), float(score), bool(done), True
+        return float(score), bool(done)
 
     def render(self) -> str:
         """The board: P player, _ ice, O hole, G goal; X is the player in a hole and √ the player on the goal."""
         cells = [{"S": "_", "F": "_", "H": "O", "G": "G"}[cell] for row in self.map for cell in row]
         cells[self.position] = {"_": "P", "O": "X", "G": "√"}[cells[self.position]]
-        return "\n".join(" ".join(cells[row * self.size:(row + 1) * self.size]) for row in range(self.size))
+        columns = len(self.map[0])
+        return "\n".join(" ".join(cells[start:start + columns]) for start in range(0, len(cells), columns))
 
-    def observation(self) -> str:
-        """The board, where player and goal are (row, column), and what lies around the player (# is the edge). The
-        last two say what the board shows, so that a tiny policy need not find P and count cells to see a hole."""
-        cells = self.render().split()
-        goal = "".join(self.map).index("G")
-        (row, column), (goal_row, goal_column) = (divmod(cell, self.size) for cell in (self.position, goal))
-        near = [self.neighbour(self.position, move) for move in range(4)]
+    def hints(self) -> str:
+        """Where player and goal are (row, column), and what lies around the player (# is the edge). The board says it
+        too, but so a tiny policy need not find P and count cells to see a hole."""
+        cells, columns = self.render().split(), len(self.map[0])
+        (row, column), (goal_row, goal_column) = (
+            divmod(cell, columns) for cell in (self.position, "".join(self.map).index("G")))
         around = " ".join(f"{move} {'#' if cell == self.position else cells[cell]}"
-                          for move, cell in zip(self.moves, near))
-        return f"{self.render()}\nplayer {row + 1} {column + 1} goal {goal_row + 1} {goal_column + 1}\n{around}"
+                          for move, cell in zip(self.moves, self.neighbours()))
+        return f"player {row + 1} {column + 1} goal {goal_row + 1} {goal_column + 1}\n{around}"
 
-    def neighbour(self, cell: int, move: int) -> int:
-        row, column = divmod(cell, self.size)
-        row += (move == 1) - (move == 3)
-        column += (move == 2) - (move == 0)
-        return row * self.size + column if 0 <= row < self.size and 0 <= column < self.size else cell
+    def image(self) -> np.ndarray:
+        """gymnasium's own picture, 64 pixels a cell (fewer on lakes of more than 8 x 8): (H, W, 3) uint8."""
+        if importlib.util.find_spec("pygame") is None:
+            raise MissingData("pictures of the board need pygame: `make data` installs it")
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # works without a screen
+        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+        self.game.render_mode = "rgb_array"
+        return self.game.render()
 
-    def distances(self) -> list[float]:
-        """Moves from each cell to the goal around the holes (breadth first), inf where there is no way."""
-        cells = "".join(self.map)
-        distance = [float("inf")] * len(cells)
-        distance[cells.index("G")] = 0
-        queue = deque([cells.index("G")])
-        while queue:
-            cell = queue.popleft()
-            for move in range(4):  # moves are symmetric, so walking back from the goal is walking to it
-                near = self.neighbour(cell, move)
-                if cells[near] != "H" and distance[near] == float("inf"):
-                    distance[near] = distance[cell] + 1
-                    queue.append(near)
-        return distance
+    def neighbours(self) -> list[int]:
+        return [neighbour(self.position, move, len(self.map), len(self.map[0])) for move in range(4)]
 
-    def scripted_answer(self, rng, skill: float) -> str:
-        """A best move with probability `skill`, else any move that stays on the board, holes included."""
-        legal = [move for move in range(4) if self.neighbour(self.position, move) != self.position]
-        distance = self.distances()
-        nearest = min(distance[self.neighbour(self.position, move)] for move in legal)
-        best = [move for move in legal if distance[self.neighbour(self.position, move)] == nearest]
-        move = rng.choice(best) if rng.random() < skill else rng.choice(legal)
-        return f"<answer>{self.moves[move]}</answer>"
+    def legal_moves(self) -> list[int]:
+        return [move for move, cell in enumerate(self.neighbours()) if cell != self.position]
+
+    def best_moves(self) -> list[int]:
+        distance, near, legal = distances_to_goal(self.map), self.neighbours(), self.legal_moves()
+        nearest = min(distance[near[move]] for move in legal)
+        return [move for move in legal if distance[near[move]] == nearest]
 
 
-ENVS = {"frozenlake": FrozenLake}
+@functools.cache
+def cliff_walking(slippery: bool) -> CliffWalkingEnv:
+    return CliffWalkingEnv(is_slippery=slippery)  # its table of moves takes milliseconds
+
+
+class CliffWalking(FrozenLake):
+    """gymnasium's CliffWalking-v1: -1 a turn, -100 into the cliff and back to the lower left corner.
+
+    There is one map, so a problem is the cell to start from, its id 12 * row + column. By hash, 27 cells of safe ground
+    are for training and 10 are held out: a held-out start is new, the map is not. With `published_start` the only
+    problem, both train and held out, is gymnasium's start, the lower left corner. A turn without a move costs 1 too.
+    """
+    name, ground, tiny_board = "cliffwalking", "ground", "never"
+    role = "You are walking along a cliff."
+    legend = "P is you, _ is ground, O is the cliff, G is the goal, √ is you on the goal"
+    example = ("_ _ P\nO O G", "Down")
+    map = ["F" * 12] * 3 + ["S" + "H" * 10 + "G"]
+
+    def __init__(self, *, slippery: bool = False, published_start: bool = False, prompt: str = "full"):
+        self.slippery, self.published_start = slippery, published_start
+        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+
+    def problems(self, split: str, count: int) -> list[int]:
+        one_of("split", split, ("train", "heldout"))
+        safe = [cell for cell, symbol in enumerate("".join(self.map)) if symbol in "SF"]
+        cells = [36] if self.published_start else [cell for cell in safe if self.split_of(f"cell {cell}") == split]
+        require(count <= len(cells), f"cliffwalking has {len(cells)} {split} problems (cells to start from), {count} "
+                "were asked for")
+        return cells[:count]
+
+    def start(self, problem_id: int, seed: int):
+        self.game = copy.copy(cliff_walking(self.slippery))
+        self.game.reset(seed=seed)
+        self.game.s = self.position = problem_id
+        self.info["falls"] = 0
+
+    def rules(self) -> str:
+        return ("Reach the goal in few turns. A move goes one cell; at the edge you stay where you are. Every turn "
+                f"costs 1; a move into the cliff costs 100 and takes you to the lower left corner.{self.slipping()}")
+
+    def play(self, move: int | None) -> tuple[float, bool]:
+        if move is None:
+            return -1.0, False
+        self.position, score, done, _, _ = self.game.step([3, 2, 1, 0][move])  # gymnasium counts Up, Right, Down, Left
+        self.success = bool(done)
+        self.info["falls"] += int(score == -100)
+        return float(score), bool(done)
+
+
+# ------------------------------------------------------------------------------------------------ tasks by their name
+
+# A class, or "file.py:Class" of a file beside this one, which is imported when the task is asked for.
+ENVS = {"frozenlake": FrozenLake, "cliffwalking": CliffWalking, "sokoban": "sokoban.py:Sokoban",
+        "arithmetic": "maths.py:Arithmetic", "maths": "maths.py:Maths", "reasoning_gym": "maths.py:ReasoningGym",
+        "search": "search_qa.py:SearchQA"}
+MEMBERS = ("name", "stop", "slow", "problems", "reset", "step", "render")  # that a task's class has
+
+
+def load_env(name: str) -> type:
+    """The class of a task: a name of ENVS, "reasoning_gym:dataset", or "path/to/file.py:ClassName".
+
+    Raises ValueError when there is no such name, file or class, or when the class lacks a member.
+    """
+    target = ENVS.get("reasoning_gym" if name.startswith("reasoning_gym:") else name, name)
+    if isinstance(target, type):
+        return target
+    file, _, class_name = target.rpartition(":")
+    if not file.endswith(".py"):
+        one_of("--env", name, (*ENVS, "reasoning_gym:dataset", "path/to/file.py:ClassName"))
+    path = (Path(__file__).parent / file if target != name else Path(file).expanduser()).resolve()
+    require(path.is_file(), f"--env {name}: there is no file {path}")
+    module = path.stem if path.parent == Path(__file__).resolve().parent else str(path)
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        sys.modules[module] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look there
+        try:
+            spec.loader.exec_module(sys.modules[module])
+        except BaseException:
+            del sys.modules[module]
+            raise
+    classes = {key: thing for key, thing in vars(sys.modules[module]).items() if isinstance(thing, type)}
+    task = classes[one_of(f"--env {name}: the class in {path.name}", class_name, tuple(classes))]
+    missing = [member for member in MEMBERS if not hasattr(task, member)]
+    require(not missing, f"--env {name}: {class_name} has no {', '.join(missing)}; see the top of envs.py")
+    return task
+
+
+def make_env_factory(name: str, options: dict[str, str]):
+    """A function without arguments that makes the environment. `options` are strings from the command line, converted
+    by the annotations of the task's __init__ (str, int, float, bool). Raises ValueError for a bad one."""
+    task = load_env(name)
+    if name.startswith("reasoning_gym:"):
+        options = options | {"dataset": name.partition(":")[2]}
+    parameters = inspect.signature(task, eval_str=True).parameters
+    needed = {int: "a whole number", float: "a number", bool: "true or false"}
+    converted = {}
+    for key, text in options.items():
+        kind = parameters[one_of(f"--env-options of {name}", key, tuple(parameters))].annotation
+        require(kind in (str, int, float, bool), f"{name}: the option {key} of its __init__ has to be annotated as "
+                "str, int, float or bool")
+        try:
+            converted[key] = {"true": True, "false": False}[str(text).lower()] if kind is bool else kind(str(text))
+        except (KeyError, ValueError):
+            raise ValueError(f"--env-options {key} {text}: {key} is {needed[kind]}") from None
+    for key, parameter in parameters.items():
+        require(key in converted or parameter.default is not parameter.empty,
+                f"--env {name} needs --env-options {key} VALUE")
+    return functools.partial(task, **converted)

@@ -1,51 +1,105 @@
-"""Evaluation on held-out problems, and the picture of a run.
+"""Evaluation on held-out problems, and the pictures of runs.
 
-    python eval.py runs/NAME                    # its last checkpoint, on the held-out problems it was judged by
-    python eval.py runs/NAME --problems 1000 --temperature 0.5
+    python eval.py runs/NAME                                 # its last checkpoint, as the run itself was judged
+    python eval.py runs/NAME --samples 16 --k 1 4 16         # pass@k, pass^k and the majority of 16 samples a problem
+    python eval.py runs/NAME/checkpoints/step_40 --temperature 0
+    python eval.py FOLDER_OR_HUB_ID --env frozenlake --env-options size 8
+
+    python eval.py compare runs/a* runs/b* --x episodes      # curves and tables of runs over their seeds
+    python eval.py replay runs/NAME                          # pictures of a run's replay
+    python eval.py show runs/NAME                            # a run's episodes, to read
+
+(each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
 
+import contextlib
+import difflib
+import hashlib
+import importlib
+import inspect
 import json
 import math
+import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import matplotlib
 import numpy as np
 import torch
 import tyro
 import yaml
+from rich.console import Console
+from rich.progress import Progress
 
-from envs import ENVS
-from models import Chat, load_policy
-from rollout import HFEngine, collect
+from compare import bootstrap_interval, whole_lines
+from envs import MissingData, make_env_factory
+from models import Chat, load_policy, warm_started_tiny
+from rollout import collect, guarded
+from runs import checkpoints, episode_record, fail, finite_or_none
+from smollm2 import smollm2_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
 
+SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer"}  # first word: module with a main(argv)
+LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
+PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
+
+
+# ------------------------------------------------------------------------------------------------------------ playing
+
+
+def seeds_of(problems: int, samples: int = 1) -> np.ndarray:
+    """(problems, samples) seeds. They depend on the number of problems alone: all methods and runs get the same, and more
+    samples leave those of the first ones as they are."""
+    return np.stack([np.random.default_rng([2026, problems, sample]).integers(2**31, size=problems) for sample in range(samples)],
+                    axis=1)
+
+
+def outcome(episode) -> dict:
+    """What the numbers of an evaluation are made of; JSON-able. An episode whose environment broke is a failure."""
+    return {"problem_id": episode.problem_id, "success": bool(episode.info["success"] and not episode.info["env_error"]),
+            "score": episode.score, "tokens": len(episode.tokens), "sampled_tokens": int(episode.action_mask.sum()),
+            "info": episode.info}
+
 
 def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: float, **play) -> dict:
-    """Plays one episode for each problem. Seeds depend on the number of problems alone: all methods and runs get the same."""
+    """Plays one episode for each problem, with the seeds of `seeds_of`; returns means over them."""
     engine.sync()
-    seeds = np.random.default_rng([2026, len(problem_ids)]).integers(2**31, size=len(problem_ids))
-    episodes, _ = collect(engine, chat, make_env, problem_ids, list(range(len(problem_ids))), seeds, temperature=temperature,
-                          policy_step=0, iteration=0, **play)
+    episodes, _ = collect(engine, chat, make_env, problem_ids, list(range(len(problem_ids))), seeds_of(len(problem_ids))[:, 0],
+                          temperature=temperature, policy_step=0, iteration=0, **play)
     engine.sync()
-    turns = sum(episode.info["turns"] for episode in episodes)
-    return {"success": float(np.mean([episode.info["success"] for episode in episodes])),
-            "score": float(np.mean([episode.score for episode in episodes])),
-            "parse_failures": sum(episode.info["parse_failures"] for episode in episodes) / turns,
-            "truncated": float(np.mean([episode.info["truncated"] for episode in episodes])),
-            "env_errors": float(np.mean([bool(episode.info["env_error"]) for episode in episodes])),
-            "turns": turns / len(episodes), "problems": len(episodes)}
+    outcomes = [outcome(episode) for episode in episodes]
+    return task_averages(outcomes) | averages(outcomes)
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+
+def averages(outcomes: list[dict]) -> dict:
+    """Means over episodes; of answers (parse_failures, length_stops) over turns."""
+    info = {key: [row["info"].get(key, 0) for row in outcomes] for key in PLAYED}
+    turns = max(1, sum(info["turns"]))
+    return {**{key: float(np.mean([row[key] for row in outcomes])) for key in ("success", "score", "tokens", "sampled_tokens")},
+            **{key: sum(info[key]) / turns for key in ("parse_failures", "length_stops")},
+            **{key: float(np.mean(info[key])) for key in ("truncated", "context_full", "turns")},
+            "env_errors": float(np.mean([bool(error) for error in info["env_error"]])),
+            "problems": len({row["problem_id"] for row in outcomes})}
+
+
+def task_averages(outcomes: list[dict]) -> dict:
+    """The task's own numbers (reward components, exact match, ...): means over the episodes that have them."""
+    keys = dict.fromkeys(key for row in outcomes for key in row["info"] if key not in PLAYED)
+    told = {key: [row["info"][key] for row in outcomes if isinstance(row["info"].get(key), (bool, int, float))] for key in keys}
+    return {key: float(np.mean(values)) for key, values in told.items() if values}
+
+
+def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
     """95 % score interval of a proportion (Wilson 1927).
 
     >>> [round(end, 4) for end in wilson_interval(8, 10)]
@@ -55,6 +109,62 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     centre = (share + spread / 2) / (1 + spread)
     half = z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a right one: 1 - C(n-c, k)/C(n, k) (Chen et al. 2021,
+    eq. 1), in whole numbers until the last division.
+
+    >>> pass_at_k(4, 1, 2)  # 3 of the 6 pairs
+    0.5
+    """
+    return (math.comb(samples, k) - math.comb(samples - right, k)) / math.comb(samples, k)
+
+
+def pass_all_k(samples: int, right: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, are all right (pass^k): C(c, k)/C(n, k).
+
+    >>> pass_all_k(4, 3, 2)  # 3 of the 6 pairs
+    0.5
+    """
+    return math.comb(right, k) / math.comb(samples, k)
+
+
+def majority(outcomes: list[dict]) -> float:
+    """Whether the most frequent prediction of one problem's samples is right; the mean over predictions that tie. Samples
+    without a prediction do not vote; 0 if none votes."""
+    votes = {}
+    for row in outcomes:
+        if row["info"].get("prediction") not in (None, "") and not row["info"]["env_error"]:
+            votes.setdefault(str(row["info"]["prediction"]), []).append(row["success"])
+    most = max(map(len, votes.values()), default=0)
+    return float(np.mean([np.mean(rows) for rows in votes.values() if len(rows) == most])) if votes else 0.0
+
+
+def summarise(by_problem: list[list[dict]], ks: list[int]) -> dict:
+    """`averages`, and 95 % intervals of success, score, pass@k, pass^k and majority (None: the task names no predictions).
+
+    The problems are the unit, since the samples of one are not independent: Wilson's interval where every problem has 0 or 1
+    (a single sample, say), else a bootstrap over problems."""
+    n, outcomes = len(by_problem[0]), [row for rows in by_problem for row in rows]
+    right = [sum(row["success"] for row in rows) for rows in by_problem]
+    columns = {"success": [count / n for count in right],
+               "score": [np.mean([row["score"] for row in rows]) for rows in by_problem]}
+    for k in ks:
+        columns[f"pass@{k}"] = [pass_at_k(n, count, k) for count in right]
+        columns[f"pass^{k}"] = [pass_all_k(n, count, k) for count in right]
+    if any("prediction" in row["info"] for row in outcomes):
+        columns["majority"] = [majority(rows) for rows in by_problem]
+    result = {"problems": len(by_problem), "samples": n, "episodes": len(outcomes), "success": None, "majority": None}
+    lows, highs = bootstrap_interval(np.array(list(columns.values())).T)
+    for (name, values), low, high in zip(columns.items(), lows, highs):
+        if set(values) <= {0, 1}:
+            low, high = wilson_interval(sum(values), len(values))
+        result |= {name: float(np.mean(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
+    return averages(outcomes) | result | {"task": task_averages(outcomes)}
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
 
 
 def plot_learning_curves(runs: list[Path], path: Path):
@@ -94,44 +204,220 @@ def plot_drift(run: Path, drift):
     plt.close(figure)
 
 
+# ------------------------------------------------------------------------------------------------------- command line
+
+
 @dataclass
 class EvalArgs:
-    """Evaluate the last checkpoint of a run on held-out problems."""
-    run: Annotated[str, tyro.conf.Positional]
-    """Folder of the run."""
-    problems: int | None = None
-    """Number of held-out problems. None: the run's own."""
-    temperature: float | None = None
-    """Sampling temperature. None: the run's own."""
+    """Evaluate a policy on held-out problems. What is None is taken from its run, or from train.py's defaults."""
+    source: Annotated[str, tyro.conf.Positional]
+    """Folder of a run (its last checkpoint), of a checkpoint or of a model; a hub id; tiny or smollm2."""
+    eval_problems: Annotated[int | None, tyro.conf.arg(name="problems")] = None
+    """Held-out problems."""
+    samples: int = 1
+    """Episodes of each problem."""
+    k: tuple[int, ...] = ()
+    """pass@k and pass^k for these. Empty: 1, 2, 4, ... up to --samples."""
+    eval_temperature: Annotated[float | None, tyro.conf.arg(name="temperature")] = None
+    """Sampling temperature; 0 takes the likeliest token."""
+    env: str | None = None
+    """The task."""
+    env_options: dict[str, str] = field(default_factory=dict)
+    """Options of the task, as name value name value; over those of the run if it is the run's task."""
+    max_turns: int | None = None
+    """Turns after which an episode is cut."""
+    max_new_tokens: int | None = None
+    """Tokens a turn may have."""
+    format_penalty: float | None = None
+    """Taken off the training reward (not off the score) for a turn without a valid answer."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of the weights."""
+    engine: str | None = None
+    """As in train.py."""
+    parallel_episodes: int = 256
+    """Episodes played side by side; after so many the results so far are on disk."""
+    transcripts: int = 8
+    """Episodes that are written to eval_episodes.jsonl with their text and tokens."""
+    out: str | None = None
+    """Where the result goes. None: eval.json in the folder of the run, checkpoint or model; in this folder for a hub id."""
+
+
+def find(source: str) -> tuple[str | Path, Path | None, Path]:
+    """(folder or name of the weights, the run that they belong to or None, folder for the result)."""
+    path = Path(source)
+    if (path / "config.yaml").is_file():
+        if not checkpoints(path):
+            fail(f"{path} has no checkpoint yet (checkpoints/step_*); train.py writes one every --checkpoint-every iterations")
+        return checkpoints(path)[-1], path, path
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        run = path.resolve().parent.parent
+        return path, run if (run / "config.yaml").is_file() else None, path
+    here = path.exists() or ("/" in source and path.parent.exists())
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not here:
+        return source, None, Path()
+    near = [str(config.parent) for config in path.glob("*/config.yaml")][:3]
+    near = near or difflib.get_close_matches(source, map(str, path.parent.glob("*/")), n=1, cutoff=0.8)
+    fail(f"{source} is not a run (a folder with config.yaml), a checkpoint or a model (config.json)"
+         + (f"; did you mean {' or '.join(near)}?" if near else ".") + f" {LISTED}")
+
+
+def settings(arguments: EvalArgs, run: Path | None):
+    """train.py's Args: those of the run or the defaults, with the flags over them."""
+    from train import Args  # train.py imports this module
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text()) if run else {}
+    except yaml.YAMLError as error:
+        fail(f"{run / 'config.yaml'} cannot be read: {' '.join(str(error).split())}")
+    if "board_size" in config:  # runs from before there were other tasks
+        config["env_options"] = {"size": config["board_size"], "slippery": config["slippery"], "prompt": "tiny"}
+    if not (arguments.env or config):
+        what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
+        fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")
+    options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
+    names = {each.name for each in fields(Args)}
+    given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    return Args(**{key: value for key, value in config.items() if key in names} | given
+                | {"env_options": options | arguments.env_options})
+
+
+def fingerprint(folder: str | Path) -> list[str]:
+    """What tells weights apart: the contents of a folder's, the name of a hub id."""
+    digests = []
+    for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
+        for path in sorted(Path(folder).glob(name)):
+            with open(path, "rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests or [str(folder)]
+
+
+def load(folder, args, first_message: str):
+    """(policy, chat); exits with 2 where they are not of one model or not made for the task."""
+    try:
+        policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
+    except (MissingData, OSError, ValueError, RuntimeError) as error:
+        fail(f"cannot load {folder}: {' '.join(str(error).split())[:500]}")
+    chat, rows = Chat(tokenizer), policy.get_input_embeddings().num_embeddings
+    if rows < len(tokenizer):
+        fail(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its weights have {rows}: they are of different models")
+    tokens = chat.start(first_message)
+    unknown = tokens.count(tokenizer.unk_token_id)
+    if unknown > len(tokens) / 10:
+        fail(f"{folder}: its tokenizer does not know {unknown} of the {len(tokens)} tokens of the task's first message: the "
+             "policy was made for another task or prompt (for the tiny policy: --env-options prompt tiny)")
+    return policy.to("cuda" if torch.cuda.is_available() else "cpu"), chat
+
+
+def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int, int]], transcripts: int):
+    """Plays `todo`, pairs of a problem's place and a sample; yields a batch of records for eval_episodes.jsonl at a time."""
+    from train import make_engine
+    message, error = guarded(make_env().reset, problem_ids[0], 0)
+    if error:
+        fail(f"the task broke when it was asked for its first problem:\n{error}")
+    policy, chat = load(folder, args, message)
+    seeds = seeds_of(len(problem_ids), 1 + max(sample for _, sample in todo))
+    with contextlib.closing(make_engine(args, policy, chat, folder)) as engine:
+        for first in range(0, len(todo), args.parallel_episodes):
+            batch = todo[first:first + args.parallel_episodes]
+            episodes, texts = collect(
+                engine, chat, make_env, [problem_ids[place] for place, _ in batch], [place for place, _ in batch],
+                [int(seeds[pair]) for pair in batch], temperature=args.eval_temperature, max_turns=args.max_turns,
+                max_new_tokens=args.max_new_tokens, format_penalty=args.format_penalty, policy_step=0, iteration=0,
+                context_length=policy.config.get_text_config().max_position_embeddings, parallel=len(batch))
+            yield [{"iteration": 0, "kind": "eval", "sample": sample, **outcome(episode),
+                    **(episode_record(chat, 0, episode, text, kind="eval") if first + row < transcripts else {})}
+                   for row, ((_, sample), episode, text) in enumerate(zip(batch, episodes, texts))]
 
 
 def main(arguments: EvalArgs) -> dict:
-    run = Path(arguments.run)
-    checkpoints = sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    if not (run / "config.yaml").is_file() or not checkpoints:
-        print(f"error: {run} is not a run with a checkpoint (it needs config.yaml and checkpoints/step_*)", file=sys.stderr)
-        sys.exit(2)
-    args = SimpleNamespace(**yaml.safe_load((run / "config.yaml").read_text()))
-    count = args.eval_problems if arguments.problems is None else arguments.problems
-    temperature = args.eval_temperature if arguments.temperature is None else arguments.temperature
-    if not count > 0 or not temperature > 0:
-        print(f"error: --problems {count} and --temperature {temperature} must be above 0", file=sys.stderr)
-        sys.exit(2)
-    policy, tokenizer = load_policy(checkpoints[-1], getattr(torch, args.dtype))
-    engine = HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
-    make_env = lambda: ENVS[args.env](size=args.board_size, slippery=args.slippery)  # noqa: E731
-    problems = make_env().problems("heldout", count)
-    result = evaluate(engine, Chat(tokenizer), make_env, problems, temperature=temperature,
-                      max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, format_penalty=args.format_penalty,
-                      context_length=policy.config.max_position_embeddings)
-    low, high = wilson_interval(round(result["success"] * result["problems"]), result["problems"])
-    result |= {"success_low": low, "success_high": high, "checkpoint": checkpoints[-1].name}
-    (run / "eval.json").write_text(json.dumps(result, indent=1))
-    print(f"{run} {checkpoints[-1].name}: success {result['success']:.3f} (95 % interval {low:.3f} to "
-          f"{high:.3f}) on {result['problems']} held-out problems; {result['turns']:.1f} turns, {result['parse_failures']:.1%} "
-          "answers not valid")
+    """Plays what is not on disk yet, writes eval.json and prints it."""
+    folder, run, home = find(arguments.source)
+    args, n, ks = settings(arguments, run), arguments.samples, sorted(set(arguments.k))
+    count, temperature = args.eval_problems, args.eval_temperature
+    for name, value in (("problems", count), ("samples", n), ("parallel-episodes", args.parallel_episodes),
+                        ("k", min(ks, default=1))):
+        if value < 1:
+            fail(f"--{name} {value} must be above 0")
+    if not temperature >= 0:
+        fail(f"--temperature {temperature} must be at least 0")
+    if max(ks, default=1) > n:
+        fail(f"--k {max(ks)} needs as many samples of a problem, and --samples is {n}: raise --samples or lower --k")
+    try:
+        make_env = make_env_factory(args.env, args.env_options)
+        problem_ids = [int(id) for id in make_env().problems("heldout", count)]
+        if folder == "tiny":
+            folder = warm_started_tiny(make_env(), Path(args.cache_dir), seed=args.warm_start_seed, max_turns=args.max_turns,
+                                       updates=args.warm_start_updates, skill=args.warm_start_skill)
+        elif folder == "smollm2":
+            folder = smollm2_folder(args.cache_dir)
+    except (MissingData, ValueError) as error:
+        fail(str(error))
+
+    out = Path(arguments.out or home / "eval.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    log = out.with_name(f"{out.stem}_episodes.jsonl")
+    shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
+        "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "dtype")}, "temperature": temperature}
+    task = Path(inspect.getfile(type(make_env()))).read_text()  # an edited task is another one
+    key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
+    done = {(line["problem_id"], line["sample"]): line for line in (whole_lines(log) if log.exists() else [])
+            if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again
+    todo = [(place, sample) for sample in range(n) for place in range(count) if (problem_ids[place], sample) not in done]
+    if len(todo) < n * count:
+        print(f"{n * count - len(todo)} of {n * count} episodes are in {log} already; delete it to play them again")
+    if todo:
+        terminal = Console().is_terminal
+        with Progress(transient=True, disable=not terminal) as progress, open(log, "a") as file:
+            bar = progress.add_task("episodes", total=n * count, completed=n * count - len(todo))
+            file.write("\n" if file.tell() else "")  # the last line may be cut
+            for lines in played(args, folder, make_env, problem_ids, todo, arguments.transcripts):
+                file.write("".join(json.dumps(finite_or_none(line | {"key": key})) + "\n" for line in lines))
+                file.flush()
+                done |= {(line["problem_id"], line["sample"]): line for line in lines}
+                progress.advance(bar, len(lines))
+                if not terminal:
+                    print(f"{len(done)} of {n * count} episodes", flush=True)
+    result = shown | summarise([[done[id, sample] for sample in range(n)] for id in problem_ids],
+                               ks or [2**power for power in range(n.bit_length()) if n > 1])
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(json.dumps(finite_or_none(result), indent=1))
+    os.replace(temporary, out)
+    print(report(result), f"{out}: all numbers; {log}: the episodes", sep="\n")
     return result
 
 
+def report(result: dict) -> str:
+    """The numbers of `summarise` as lines for people."""
+    n = result["samples"]
+    lines = [
+        f"{result['checkpoint']}: {result['env']}, {result['problems']} held-out problems, {n} sample{'s' * (n > 1)} each, "
+        f"temperature {result['temperature']:g}; with 95 % intervals over problems"]
+    for name in result:
+        if f"{name}_low" in result and name != "pass^1":  # pass@1 again
+            lines.append(f"  {name:10} {result[name]:.3f}  ({result[f'{name}_low']:.3f} to {result[f'{name}_high']:.3f})")
+    if n > 1 and result["majority"] is None:
+        lines.append("  majority   n/a: the task names no predictions")
+    lines += [f"  {name:10} {value:.3f}" for name, value in result["task"].items()]
+    broken = round(result["env_errors"] * result["episodes"])
+    lines.append(f"  {result['turns']:.1f} turns and {result['tokens']:.0f} tokens an episode, {result['sampled_tokens']:.0f} of "
+                 f"them sampled ({n * result['sampled_tokens']:.0f} a problem)\n"
+                 f"  answers: {result['parse_failures']:.1%} not valid, {result['length_stops']:.1%} cut at --max-new-tokens; "
+                 f"{result['truncated']:.1%} of episodes cut off; "
+                 f"{broken} of {result['episodes']} broken by the environment" + ", counted as failures" * (broken > 0))
+    return "\n".join(lines)
+
+
+def nearest_subcommand(word: str) -> list[str]:
+    return [] if Path(word).exists() else difflib.get_close_matches(word, SUBCOMMANDS, n=1, cutoff=0.7)
+
+
+def dispatch(argv: list[str]):
+    if argv and argv[0] in SUBCOMMANDS:
+        importlib.import_module(SUBCOMMANDS[argv[0]]).main(argv[1:])
+    elif argv and nearest_subcommand(argv[0]):
+        fail(f"{argv[0]} is no sub-command and no run; did you mean {nearest_subcommand(argv[0])[0]}? {LISTED}")
+    else:
+        main(tyro.cli(EvalArgs, args=argv, prog="eval.py", description=__doc__, config=(tyro.conf.FlagConversionOff,)))
+
+
 if __name__ == "__main__":
-    main(tyro.cli(EvalArgs))
+    dispatch(sys.argv[1:])

@@ -20,18 +20,24 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
 
 from transformers.utils import logging as transformers_logging
 
+from envs import MissingData
 from losses import token_logprobs_from_hidden
 
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
 
+
 # ------------------------------------------------------------------------------------------------- tokens and log-probs
+
 
 class Chat:
     """Turns messages into tokens by the tokenizer's own chat template, appending only: sampled tokens stay as they are."""
 
+    MARKER = "assistant-text"
+
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
+        self.specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -39,19 +45,42 @@ class Chat:
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def render(self, *contents: str, start: bool = True) -> str:
+        """The template's text of a conversation, user first; `start`: with the head of the next answer."""
+        messages = [{"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=start)
+
+    def plain(self, text: str) -> str:
+        """A message in which nothing reads as a special token: those are broken by a space."""
+        for special in self.specials:
+            text = text.replace(special, f"{special[:1]} {special[1:]}")
+        return text
+
     def start(self, message: str) -> list[int]:
-        return self.tokenize(self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": message}], tokenize=False, add_generation_prompt=True))
+        return self.tokenize(self.render(self.plain(message)))
 
     def follow(self, message: str, last_token: int) -> list[int]:
         """Tokens between an answer that ended in `last_token` and the next one: what the template writes after an
         assistant's text, then the new message. A stop token that was sampled is not written twice."""
-        marker = "assistant-text"
-        whole = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "x"}, {"role": "assistant", "content": marker},
-             {"role": "user", "content": message}], tokenize=False, add_generation_prompt=True)
-        tokens = self.tokenize(whole.split(marker, 1)[1])
+        tokens = self.tokenize(self.render("x", self.MARKER, self.plain(message)).split(self.MARKER, 1)[1])
         return tokens[1:] if tokens[0] == last_token else tokens
+
+    def stop_ids(self, generation_config=None) -> list[int]:
+        """Tokens that end an answer: the tokenizer's and the model's end of text, and what the template writes after one."""
+        ends = [self.tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)]
+        ids = {id for end in ends if end is not None for id in (end if isinstance(end, list) else [end])}
+        after = self.tokenize(self.render("x", self.MARKER, start=False).split(self.MARKER, 1)[1])
+        return sorted(ids | {id for id in after[:1] if self.tokenizer.convert_ids_to_tokens(id) in self.specials})
+
+    def rewritten_history(self) -> str | None:
+        """Why the template does not leave a played conversation as it was sampled, or None if it does."""
+        answer = f"<think>\na thought\n</think>\n\n{self.MARKER}"
+        start, played = self.render("x"), self.render("x", answer, "y")
+        if not played.startswith(start):
+            return f"it begins an answer with {start[-40:]!r} and later shows that answer without it"
+        if answer not in played:
+            return "it drops the thinking of earlier answers"
+        return None
 
 
 def collate(rows: list[dict], pad_id: int) -> dict[str, torch.Tensor]:
@@ -121,14 +150,14 @@ TINY_TEMPLATE = ("{% for message in messages %}<|{{ message.role }}|>{{ message.
                  "{% if add_generation_prompt %}<|assistant|>{% endif %}")
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: one token for a word, digit, sign or answer tag; white space only separates."""
+def tiny_tokenizer(words: str = "") -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: one token for a word, digit, sign or tag; white space only separates. `words` are a task's own."""
     specials = ["<|pad|>", "<|unknown|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    vocabulary = {word: index for index, word in enumerate(specials + TINY_WORDS)}
+    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(specials + TINY_WORDS + words.split()))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(r"\s+"), "removed"),
-        pre_tokenizers.Split(Regex(r"</?answer>|[A-Za-z]+|."), "isolated")])
+        pre_tokenizers.Split(Regex(r"</?[a-z]+>|[A-Za-z]+|."), "isolated")])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", unk_token="<|unknown|>",
                                    eos_token="<|end|>", chat_template=TINY_TEMPLATE)
@@ -150,7 +179,7 @@ def demonstrations(env, chat: Chat, problem_ids, skill: float, max_turns: int, s
         mask = [False] * len(tokens)
         for turn in range(max_turns):
             answer = env.scripted_answer(rng, skill)
-            moves.append((env.position, answer))
+            moves.append((getattr(env, "position", None), answer))
             answer_tokens = chat.tokenize(answer) + [chat.tokenizer.eos_token_id]
             tokens, mask = tokens + answer_tokens, mask + [True] * len(answer_tokens)
             message, _, done, _ = env.step(answer)
@@ -211,13 +240,13 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     and seed of an experiment starts from the same weights. Parallel runs wait for the one that is making it.
     """
     learning_rate, batch_tokens, count = 4e-3, 8192, 40 * updates
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(getattr(env, "tiny_words", ""))
     recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate,
               "batch_tokens": batch_tokens, "demonstrations": count, "env": vars(env),
               "tokenizer": tokenizer.backend_tokenizer.to_str(), "template": TINY_TEMPLATE,
               "config": tiny_config(tokenizer).to_dict(), "versions": [torch.__version__, transformers.__version__],
               "code": [inspect.getsource(thing) for thing in
-                       (demonstrations, imitate, make_warm_start, Chat, token_logprobs, type(env))]}
+                       (demonstrations, imitate, make_warm_start, Chat, token_logprobs, *type(env).__mro__[:-1])]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny_{type(env).name}_{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -240,14 +269,14 @@ def up_to(env, split: str, count: int) -> list[int]:
 
 
 def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count):
-    started, tokenizer = time.time(), tiny_tokenizer()
+    started, tokenizer = time.time(), tiny_tokenizer(getattr(env, "tiny_words", ""))
     chat = Chat(tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(tiny_config(tokenizer)).eval()
     with Progress(transient=True) as progress:
-        train_maps = np.random.default_rng(seed).choice(up_to(env, "train", 1536), size=count)
-        rows, _ = demonstrations(env, chat, train_maps, skill, max_turns, seed)
+        problems = up_to(env, "train", getattr(env, "warm_start_problems", 1536))
+        rows, _ = demonstrations(env, chat, np.random.default_rng(seed).choice(problems, size=count), skill, max_turns, seed)
         imitate(model, rows, updates, learning_rate, batch_tokens, seed, progress)
     rows, moves = demonstrations(env, chat, up_to(env, "heldout", 256), skill, max_turns, seed + 1)
     report = {"imitation_loss_nats_per_move": imitation_loss(model, rows, len(moves)),
@@ -268,10 +297,18 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
 
 
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32):
-    """(model, tokenizer) of a Hugging Face folder or hub id, in eval mode for good: dropout would make the first
-    ratio of an update differ from 1."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    """(model, tokenizer) of a Hugging Face folder (a LoRA adapter's too) or hub id, in eval mode for good: dropout would make
+    the first ratio of an update differ from 1. Raises MissingData with a sentence when there is nothing to load."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError) as error:
+        if (Path(path) / "config.json").is_file() or (Path(path) / "adapter_config.json").is_file():
+            raise
+        raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "
+                          f"({str(error).splitlines()[0]})") from error
     if tokenizer.pad_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no pad token; set tokenizer.pad_token and save it again")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer of {path} has no chat template; take an instruct model, or set tokenizer.chat_template")
     return model.eval(), tokenizer

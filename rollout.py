@@ -1,17 +1,23 @@
 """Sampling: an engine that continues token sequences, and `collect`, which plays many multi-turn episodes side by side.
 
-An engine has three methods: `generate`, `sync` (take the policy's new weights) and `close`. What it sampled is what is
+An engine has four methods: `generate`, `release` (its memory, while the policy is trained), `sync` (take the policy's new
+weights) and `close`. HFEngine is here, vLLM's two in vllm_engine.py. What it sampled is what is
 trained on: tokens go in and come out, nothing is tokenised twice, and the behaviour log-probs come from the very
 forward pass that sampled.
 """
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from buffer import Episode
+
+PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
+ENV_THREADS = 16  # for tasks that wait for something outside (a checker, a server)
 
 
 @dataclass
@@ -19,158 +25,309 @@ class Completion:
     """What the policy added to one sequence: token ids, their log-probs under the sampled distribution, why it ended."""
     tokens: list[int]
     logprobs: list[float]
-    finish_reason: str  # "stop": the last token is a stop token that was sampled; "length": the limit was hit
+    finish_reason: str  # "stop": it ends in a stop token that was sampled, or in a stop string; "length": the limit was hit
+
+
+# ------------------------------------------------------------------------------------------------------ transformers
+
+
+class SlotCache(Cache):
+    """Keys and values of many conversations; slot r holds its own tokens at 0 ... length-1, without gaps.
+
+    A forward pass covers the slots `rows`, whose next tokens go to `position_NW`; keys up to `end` are read.
+    """
+
+    def __init__(self):
+        super().__init__(layers=[])
+        self.stores = []  # a layer: keys and values, (slots, heads, capacity, head dim) each
+        self.rows, self.position_NW, self.end, self.slots = slice(0, 0), None, 0, 0
+
+    def update(self, keys, values, layer, *_, **__):
+        if layer == len(self.stores):
+            self.stores.append([new.new_zeros(0, new.shape[1], 0, new.shape[3]) for new in (keys, values)])
+        if self.stores[layer][0].shape[0] < self.slots or self.stores[layer][0].shape[2] < self.end:
+            self.stores[layer] = [self.grown(store) for store in self.stores[layer]]
+        for store, new in zip(self.stores[layer], (keys, values)):
+            store[self.row_N1, :, self.position_NW] = new.transpose(1, 2)
+        return tuple(store[self.rows, :, :self.end] for store in self.stores[layer])
+
+    def grown(self, store):
+        """More slots, or room for half as many tokens again."""
+        slots, heads, capacity, dim = store.shape
+        larger = store.new_zeros(max(slots, self.slots), heads,
+                                 capacity if capacity >= self.end else self.end + max(32, self.end // 2), dim)
+        larger[:slots, :, :capacity] = store
+        return larger
+
+    def place(self, rows: slice | torch.Tensor, position_NW: torch.Tensor, end: int):
+        self.rows, self.position_NW, self.end = rows, position_NW, end
+        self.row_N1 = rows[:, None] if isinstance(rows, torch.Tensor) else \
+            torch.arange(rows.start, rows.stop, device=position_NW.device)[:, None]
+
+    def copy(self, targets: list[int], sources: list[int]):
+        """Slots `targets` become what slots `sources` hold now."""
+        for layer in self.stores:
+            for store in layer:
+                store[targets] = store[sources]
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
+    """Attention of grouped heads, (N, H, W, D) to (N, W, H, D), without repeating keys and values: the heads that share
+    them stand as further queries."""
+    N, H, W, D = query.shape
+    groups = H // key.shape[1]
+    mixed = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(N, key.shape[1], groups * W, D), key, value, scale=scaling,
+        attn_mask=attention_mask if W == 1 else attention_mask.repeat(1, 1, groups, 1))
+    return mixed.reshape(N, H, W, -1).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("grouped", grouped_attention)
 
 
 class HFEngine:
-    """Samples with the trainer's own transformers model. Sequences of one batch keep their keys and values between
-    calls, so a turn costs its new tokens only."""
+    """Samples with the trainer's own transformers model. Conversations keep their keys and values between calls, so a turn
+    costs its new tokens only; a prompt that a whole group shares is read once; and rows that are finished leave the batch."""
 
-    def __init__(self, model, stop_ids: list[int], pad_id: int):
-        self.model, self.stop_ids, self.pad_id = model, set(stop_ids), pad_id
+    def __init__(self, model, stop_ids: list[int], pad_id: int, decode=None):
+        """`decode` (token ids -> text) is needed for stop strings only."""
+        self.model, self.stop_ids, self.pad_id, self.decode = model, set(stop_ids), pad_id, decode
+        text = model.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"} or text._attn_implementation != "sdpa":
+            raise ValueError(f"--engine hf keeps keys and values of full attention through sdpa; this model has {sorted(kinds)} "
+                             f"through {text._attn_implementation}: use --engine vllm")
         self.sync()
 
     def sync(self):
         """The model is shared with the trainer: only what was computed with the old weights has to go."""
-        self.cache, self.ids, self.cached = None, [], {}
+        self.cache = SlotCache()
+        self.slots = []  # the conversation in each slot
+        self.cached = {}  # conversation: its tokens whose keys and values are there
+
+    def release(self):
+        """Sampling is over for now: leave the memory to the training."""
+        self.sync()
 
     def close(self):
         self.sync()
 
     @torch.inference_mode()
     def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int,
-                 temperature: float) -> list[Completion]:
-        """Continue each sequence by at most `max_new_tokens` tokens, up to and with a stop token.
+                 temperature: float, stop: tuple[str, ...] = ()) -> list[Completion]:
+        """Continue each sequence by at most `max_new_tokens` tokens, up to and with a stop token or a string of `stop`.
 
-        `ids` name the conversations; one whose cached tokens are still a prefix of its sequence is continued from the
-        cache, and conversations that are missing from `ids` leave it. What a sequence gets depends on its seed and
-        its length, not on its neighbours in the batch.
+        `ids` name the conversations; what is cached of one and still begins its sequence is not computed again, and
+        conversations that are missing from `ids` leave the cache. What a sequence gets depends on its seed and its
+        length, not on its neighbours in the batch. Temperature 0 is greedy; log-probs are then those at 1.
         """
         self.model.eval()
-        self.keep(ids, sequences)
-        uniforms_BT = np.stack([np.random.default_rng([seed, len(sequence)]).random(max_new_tokens)
-                                for seed, sequence in zip(seeds, sequences)])
+        uniform_BT = np.stack([np.random.default_rng([seed, len(sequence)]).random(max_new_tokens)
+                               for seed, sequence in zip(seeds, sequences)])
+        place = {id: place for place, id in enumerate(ids)}
         completions = [Completion([], [], "length") for _ in ids]
-        chunks = [sequence[len(self.cached[id]):] for id, sequence in zip(ids, sequences)]
+        state_SH = self.read(ids, sequences)
+        active = len(ids)  # the first slots are those that go on
         for position in range(max_new_tokens):
-            logprobs_BV = torch.log_softmax(self.forward(chunks).float() / temperature, dim=-1)
-            # inverse-CDF sampling, so that a row's draw needs nothing but its own uniform number
-            if not logprobs_BV.isfinite().all():
-                raise ValueError("the policy's log-probs are not finite: its weights have diverged; a smaller --lr or "
-                                 "--max-grad-norm often helps")
-            cdf_BV = logprobs_BV.double().exp().cumsum(dim=-1)
-            uniform_B1 = torch.from_numpy(uniforms_BT[:, position:position + 1]).to(cdf_BV.device)
-            token_B1 = torch.searchsorted(cdf_BV, uniform_B1 * cdf_BV[:, -1:], right=True)
-            logprob_B = logprobs_BV.gather(1, token_B1).squeeze(1).tolist()
-            for row, (completion, token) in enumerate(zip(completions, token_B1.squeeze(1).tolist())):
-                if completion.finish_reason == "stop":
-                    continue
-                completion.tokens.append(token)
-                completion.logprobs.append(logprob_B[row])
-                if token in self.stop_ids:
-                    completion.finish_reason = "stop"
-            chunks = [[] if completion.finish_reason == "stop" else completion.tokens[-1:]
-                      for completion in completions]
-            if not any(chunks):
+            places = [place[id] for id in self.slots[:active]]
+            tokens, logprobs = self.draw(state_SH, uniform_BT[places, position], temperature)
+            for row, token, logprob in zip(places, tokens, logprobs):
+                completions[row].tokens.append(token)
+                completions[row].logprobs.append(logprob)
+                if token in self.stop_ids or (stop and self.ends_with(completions[row].tokens, stop)):
+                    completions[row].finish_reason = "stop"
+            going = [slot for slot, row in enumerate(places) if completions[row].finish_reason != "stop"]
+            if not going or position + 1 == max_new_tokens:
                 break
+            self.to_front(going)
+            active = len(going)
+            rows = [place[id] for id in self.slots[:active]]
+            state_SH = self.forward(slice(0, active), [completions[row].tokens[-1:] for row in rows])
         return completions
 
-    def keep(self, ids, sequences):
-        """Reduce the cache to these conversations, or start it afresh where one is new or was rewritten."""
-        if self.cache is not None and all(
-                id in self.cached and sequence[:len(self.cached[id])] == self.cached[id]
-                for id, sequence in zip(ids, sequences)):
-            if ids != self.ids:
-                rows = torch.tensor([self.ids.index(id) for id in ids], device=self.valid_BL.device)
-                self.cache.batch_select_indices(rows)
-                self.valid_BL = self.valid_BL[rows]
-        else:
-            self.cache = DynamicCache(config=self.model.config)
-            self.valid_BL = torch.zeros(len(ids), 0, dtype=torch.long, device=self.model.device)
-            self.cached = {id: [] for id in ids}
-        self.ids = list(ids)
+    def draw(self, state_SH, uniform_S: np.ndarray, temperature: float) -> tuple[list[int], list[float]]:
+        """A token and its log-prob for each final hidden state, by the row's own uniform number."""
+        logprobs_SV = torch.log_softmax(self.model.get_output_embeddings()(state_SH).float() / (temperature or 1.0), dim=-1)
+        if temperature == 0:
+            token_S1 = logprobs_SV.argmax(-1, keepdim=True)
+        else:  # inverse CDF: a row's draw needs nothing but its own number
+            cdf_SV = logprobs_SV.exp().cumsum(dim=-1, dtype=torch.float64)
+            uniform_S1 = torch.from_numpy(uniform_S)[:, None].to(cdf_SV.device)
+            token_S1 = torch.searchsorted(cdf_SV, uniform_S1 * cdf_SV[:, -1:], right=True)
+            token_S1 = token_S1.clamp(max=logprobs_SV.shape[1] - 1)
+        logprob_S = logprobs_SV.gather(1, token_S1).squeeze(1)
+        if not logprob_S.isfinite().all():
+            raise ValueError("the policy's log-probs are not finite: its weights have diverged; a smaller --lr or "
+                             "--max-grad-norm often helps")
+        return token_S1.squeeze(1).tolist(), logprob_S.tolist()
 
-    def forward(self, chunks: list[list[int]]) -> torch.Tensor:
-        """Feed each conversation its next tokens, padded on the left; returns the logits (B, V) after the last one."""
-        width = max(map(len, chunks))
-        tokens_BW = torch.full((len(chunks), width), self.pad_id)
-        valid_BW = torch.zeros(len(chunks), width, dtype=torch.long)
-        position_BW = torch.zeros(len(chunks), width, dtype=torch.long)
-        for row, (id, chunk) in enumerate(zip(self.ids, chunks)):
-            if chunk:
-                tokens_BW[row, -len(chunk):] = torch.tensor(chunk)
-                valid_BW[row, -len(chunk):] = 1
-                start = len(self.cached[id])
-                position_BW[row, -len(chunk):] = torch.arange(start, start + len(chunk))
-                self.cached[id] = self.cached[id] + chunk
-        device = self.valid_BL.device
-        self.valid_BL = torch.cat([self.valid_BL, valid_BW.to(device)], dim=1)
-        output = self.model(input_ids=tokens_BW.to(device), attention_mask=self.valid_BL,
-                            position_ids=position_BW.to(device), past_key_values=self.cache, use_cache=True,
-                            logits_to_keep=1)
-        return output.logits[:, -1]
+    def ends_with(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
+        tail = self.decode(tokens[-max(map(len, stop)) - 4:])  # a token is a character or more
+        return any(string in tail for string in stop)
+
+    def read(self, ids, sequences) -> torch.Tensor:
+        """Give each conversation a slot, feed what is not cached; returns the last hidden states (S, H) in slot order."""
+        for id, sequence in zip(ids, sequences):
+            known = self.cached.get(id, [])
+            if known != sequence[:len(known)]:  # rewritten: what still begins it stays
+                known = known[:next((place for place, (a, b) in enumerate(zip(known, sequence)) if a != b), len(sequence))]
+            self.cached[id] = known[:len(sequence) - 1]  # the last token is fed again: its state is needed
+        sequence_of = dict(zip(ids, sequences))
+        stays = [slot for slot, id in enumerate(self.slots) if id in sequence_of]
+        self.to_front(stays)
+        self.slots = self.slots[:len(stays)]
+        known = set(self.slots)
+        self.slots += [id for id in ids if id not in known]
+        self.cached = {id: self.cached[id] for id in ids}
+        self.cache.slots = max(self.cache.slots, len(self.slots))
+        chunks = [sequence_of[id][len(self.cached[id]):] for id in self.slots]
+        first, twins = {}, []  # new conversations with one and the same prompt: read once, then copied
+        for slot, (id, chunk) in enumerate(zip(self.slots, chunks)):
+            if not self.cached[id] and tuple(chunk) in first:
+                twins.append((slot, first[tuple(chunk)]))
+            elif not self.cached[id]:
+                first[tuple(chunk)] = slot
+        state_SH = [None] * len(chunks)
+        waiting = sorted(set(range(len(chunks))) - {slot for slot, _ in twins}, key=lambda slot: -len(chunks[slot]))
+        while waiting:  # slots of similar length together
+            longest = len(chunks[waiting[0]])
+            rows = [slot for slot in waiting[:max(1, PREFILL_TOKENS // longest)] if 2 * len(chunks[slot]) > longest]
+            waiting = waiting[len(rows):]
+            for slot, state_H in zip(rows, self.forward(torch.tensor(rows), [chunks[slot] for slot in rows])):
+                state_SH[slot] = state_H
+        if twins:
+            self.cache.copy([slot for slot, _ in twins], [source for _, source in twins])
+            for slot, source in twins:
+                state_SH[slot] = state_SH[source]
+                self.cached[self.slots[slot]] = list(self.cached[self.slots[source]])
+        return torch.stack(state_SH)
+
+    def to_front(self, going: list[int]):
+        """Swap slots so that those of `going` (rising) are the first ones."""
+        holes = sorted(set(range(len(going))) - set(going))
+        movers = [slot for slot in going if slot >= len(going)]
+        if holes:
+            self.cache.copy(holes + movers, movers + holes)
+            for hole, mover in zip(holes, movers):
+                self.slots[hole], self.slots[mover] = self.slots[mover], self.slots[hole]
+
+    def forward(self, rows: slice | torch.Tensor, chunks: list[list[int]]) -> torch.Tensor:
+        """Feed the slots `rows` their next tokens; returns the hidden state (N, H) after each one's last."""
+        ids = self.slots[rows] if isinstance(rows, slice) else [self.slots[slot] for slot in rows.tolist()]
+        device, width = self.model.device, max(map(len, chunks))
+        starts = [len(self.cached[id]) for id in ids]
+        tokens_NW = torch.tensor([chunk + [self.pad_id] * (width - len(chunk)) for chunk in chunks], device=device)
+        position_NW = (torch.tensor(starts)[:, None] + torch.arange(width)).to(device)
+        end = max(starts) + width
+        mask_N1WE = torch.arange(end, device=device) <= position_NW[:, None, :, None]  # causal; padding is to the right of all
+        self.cache.place(rows if isinstance(rows, slice) else rows.to(device), position_NW, end)
+        config = self.model.config.get_text_config()
+        config._attn_implementation = "grouped"  # for this pass only: the trainer's have no cache and no mask
+        try:
+            hidden_NWH = self.model.get_decoder()(input_ids=tokens_NW, attention_mask=mask_N1WE, position_ids=position_NW,
+                                                  past_key_values=self.cache, use_cache=True).last_hidden_state
+        finally:
+            config._attn_implementation = "sdpa"
+        for id, chunk in zip(ids, chunks):
+            self.cached[id] += chunk
+        return hidden_NWH[torch.arange(len(chunks)), [len(chunk) - 1 for chunk in chunks]]
+
+
+# --------------------------------------------------------------------------------------------------------- episodes
 
 
 def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int], seeds: list[int], *,
             max_turns: int, max_new_tokens: int, temperature: float, format_penalty: float, policy_step: int,
-            iteration: int, context_length: int) -> tuple[list[Episode], list[list[dict]]]:
-    """Play one episode for each entry of `problem_ids`, all side by side; returns them and their transcripts.
+            iteration: int, context_length: int, parallel: int = 512) -> tuple[list[Episode], list[list[dict]]]:
+    """Play one episode for each entry of `problem_ids`, `parallel` of them side by side; returns them and their transcripts.
 
     `seeds` decide everything random of an episode (the environment's noise and the sampled tokens). Advantages are
     zeros: `update.add_advantages` fills them where the whole group is in sight. An episode whose environment raised ends
-    there with the traceback in `info["env_error"]`.
+    there with the traceback in `info["env_error"]`; one that the context cannot hold any longer ends after a turn.
     """
+    episodes, transcripts = [], []
+    for first in range(0, len(problem_ids), parallel):
+        part = slice(first, first + parallel)
+        for played, more in zip((episodes, transcripts), play(
+                engine, chat, make_env, problem_ids[part], group_ids[part], seeds[part], max_turns=max_turns,
+                max_new_tokens=max_new_tokens, temperature=temperature, format_penalty=format_penalty,
+                policy_step=policy_step, iteration=iteration, context_length=context_length)):
+            played += more
+    return episodes, transcripts
+
+
+def guarded(call, *arguments):
+    """(result, "") or (None, traceback): one broken environment costs one episode; train.py counts and limits them."""
+    try:
+        return call(*arguments), ""
+    except Exception:
+        return None, traceback.format_exc(limit=-3)
+
+
+def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
+         policy_step, iteration, context_length):
+    """`collect` of one batch of episodes."""
     envs = [make_env() for _ in problem_ids]
-    transcripts = [[{"role": "user", "content": env.reset(problem, seed)}]
-                   for env, problem, seed in zip(envs, problem_ids, seeds)]
-    tokens = [chat.start(transcript[0]["content"]) for transcript in transcripts]
-    longest = max(map(len, tokens))
-    if longest + max_new_tokens > context_length:
-        raise ValueError(f"the first message has {longest} tokens; with {max_new_tokens} to sample it does not fit the model's "
-                         f"context of {context_length}")
+    pool = ThreadPoolExecutor(ENV_THREADS) if getattr(envs[0], "slow", False) else None
+    each = pool.map if pool else map  # both keep the order, so that threads do not change a run
+    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "context_full": False,
+              "overlong": False, "env_error": ""} for _ in envs]
+    firsts = []
+    for info, (message, error) in zip(infos, each(lambda env, problem, seed: guarded(env.reset, problem, seed),
+                                                  envs, problem_ids, seeds)):
+        info["env_error"] = error
+        firsts.append(message if not error else "(the environment failed)")
+    transcripts = [[{"role": "user", "content": message}] for message in firsts]
+    tokens = [chat.start(message) for message in firsts]
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
     turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
-    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0,
-              "context_full": False, "env_error": ""} for _ in envs]
-    playing = list(range(len(envs)))
+    for info, row in zip(infos, tokens):
+        if len(row) + max_new_tokens > context_length:
+            info["truncated"] = info["context_full"] = True
+    playing = [i for i, info in enumerate(infos) if not info["env_error"] and not info["context_full"]]
     for turn in range(max_turns):
+        if not playing:
+            break
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
-                                      max_new_tokens, temperature)
+                                      max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())))
+        answers = [chat.text(completion.tokens) for completion in completions]
+        results = each(lambda i, answer: guarded(envs[i].step, answer), playing, answers)
         still_playing = []
-        for i, completion in zip(playing, completions):
-            tokens[i] = tokens[i] + completion.tokens
+        for i, completion, answer, (result, error) in zip(playing, completions, answers, results):
+            message, score, done, valid = result or ("(the environment failed)", 0.0, True, True)
+            tokens[i] += completion.tokens
             masks[i] += [True] * len(completion.tokens)
             logprobs[i] += completion.logprobs
-            answer = chat.text(completion.tokens)
-            try:
-                message, score, done, valid = envs[i].step(answer)
-            except Exception:  # one broken environment costs one episode; train.py counts it and limits their share
-                infos[i]["env_error"] = traceback.format_exc(limit=-3)
-                message, score, done, valid = "(the environment failed)", 0.0, True, True
             transcripts[i] += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
             turn_ends[i].append(len(tokens[i]))
             turn_rewards[i].append(score - format_penalty * (not valid))
             scores[i].append(score)
-            infos[i]["turns"] += 1
-            infos[i]["parse_failures"] += not valid
-            infos[i]["length_stops"] += completion.finish_reason == "length"
-            infos[i]["success"] = envs[i].success and not infos[i]["env_error"]
+            info, cut = infos[i], completion.finish_reason == "length"
+            info["turns"] += 1
+            info["parse_failures"] += not valid
+            info["length_stops"] += cut
+            info["overlong"] = cut  # of the last turn
+            info["env_error"] = error
+            info["success"] = bool(envs[i].success) and not error
             if done:
                 continue
             follow = chat.follow(message, completion.tokens[-1])
             fits = len(tokens[i]) + len(follow) + max_new_tokens <= context_length
             if turn + 1 == max_turns or not fits:
-                infos[i]["truncated"] = True
-                infos[i]["context_full"] = turn + 1 < max_turns
+                info["truncated"] = True
+                info["context_full"] = turn + 1 < max_turns
                 continue
-            tokens[i] = tokens[i] + follow
+            tokens[i] += follow
             masks[i] += [False] * len(follow)
             logprobs[i] += [0.0] * len(follow)
             still_playing.append(i)
         playing = still_playing
-        if not playing:
-            break
+    if pool:
+        pool.shutdown()
+    for env, info in zip(envs, infos):
+        info["overlong"] |= info["context_full"]
+        info |= {key: value for key, value in getattr(env, "info", {}).items() if key not in info}
     episodes = [
         Episode(tokens=np.array(tokens[i], np.int32), action_mask=np.array(masks[i], bool),
                 behavior_logprobs=np.array(logprobs[i], np.float32), advantages=np.zeros(len(tokens[i]), np.float32),

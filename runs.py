@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import yaml
 from peft import set_peft_model_state_dict
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from models import load_policy
@@ -131,24 +133,81 @@ def written_by(line: str, iteration: int) -> bool:
         return False
 
 
+def rounded(values) -> list[float]:
+    return [round(float(value), 5) for value in values]
+
+
+def episode_record(chat, iteration: int, episode, transcript=None, age=0, weight=1.0, log_ratios=None, kind="fresh") -> dict:
+    """A line of episodes.jsonl: the transcript (a replayed episode's is read from its tokens) and what each token got."""
+    if transcript is None:
+        edges = np.flatnonzero(np.diff(episode.action_mask.astype(int))) + 1
+        transcript = [{"role": "user" if place % 2 == 0 else "assistant", "content": chat.text(part.tolist())}
+                      for place, part in enumerate(np.split(episode.tokens, edges))]
+    return {"iteration": iteration, "kind": kind, "problem_id": episode.problem_id, "group_id": episode.group_id,
+            "policy_step": episode.policy_step, "age": int(age), "weight": float(weight), "reward": episode.reward,
+            "score": episode.score, "info": episode.info, "transcript": transcript,
+            "pieces": [chat.tokenizer.decode([token]) for token in episode.tokens.tolist()],
+            "action_mask": episode.action_mask.astype(int).tolist(), "advantages": rounded(episode.advantages),
+            "behavior_logprobs": rounded(episode.behavior_logprobs),
+            "log_ratios": None if log_ratios is None else rounded(log_ratios)}
+
+
+def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
+    """A line of replay.jsonl: what the buffer `held` by age before the draws, and each drawn episode's age, weight, number of
+    sampled tokens, mean token ratio, share of tokens outside the clip range, and k3 estimate of KL(behaviour || current) a
+    token (the last three None: it had no signal)."""
+    drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "clip_fraction", "kl")}
+    low, high = args.eps_low or 0.2, args.eps_high or 0.2
+    for sample, metrics in zip(samples, updates):
+        for episode, age, weight, log_ratios in zip(sample.episodes, sample.ages, sample.weights, metrics["log_ratios"]):
+            numbers = (None, None, None)
+            if log_ratios is not None:
+                log_ratio_N = np.clip(log_ratios[episode.action_mask], -20, 20).astype(np.float64)
+                ratio_N = np.exp(log_ratio_N)
+                outside_N = (ratio_N < 1 - low) | (ratio_N > 1 + high)
+                numbers = [float(value.mean()) for value in (ratio_N, outside_N, ratio_N - 1 - log_ratio_N)]
+            for name, value in zip(drawn, (int(age), float(weight), int(episode.advantages.any()),
+                                           int(episode.action_mask.sum()), *numbers)):
+                drawn[name].append(value if value is None else round(value, 6))
+    return {"iteration": iteration, "step": step, "tau": buffer.tau if math.isfinite(buffer.tau) else None, "alpha": buffer.alpha,
+            "age_unit": args.age_unit, "uses": held["uses"],
+            "buffer": {name: held[name] for name in ("age", "count", "priority", "mass")}, "drawn": drawn}
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """Shares from 0 to 1 as bars, the newest ones.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▅█'
+    """
+    return "".join("▁▂▃▄▅▆▇█"[min(7, round(8 * max(0.0, value) - 0.01))] for value in values[-width:])
+
+
 class RunLog:
-    """config.yaml, metrics.jsonl, episodes.jsonl, wandb, and a bar (or, where there is no terminal, lines)."""
+    """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
+    lines where there is no terminal."""
 
     def __init__(self, run: Path, args, done: int):
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
         (run / "config.yaml").write_text(yaml.safe_dump(
             {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
-        for name in ("metrics.jsonl", "episodes.jsonl"):  # drop what was written after the checkpoint
+        for name in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):  # drop what was written after the checkpoint
             path = run / name
             lines = path.read_text().splitlines() if path.exists() else []
             path.write_text("".join(line + "\n" for line in lines if written_by(line, done)))
-        self.wandb = self.start_wandb() if args.wandb != "off" else None
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=16),
-                                 TextColumn("{task.completed}/{task.total}"), TimeRemainingColumn(),
-                                 TextColumn("{task.fields[numbers]}"), console=self.console)
-        self.task = self.progress.add_task("iteration", total=args.iterations, completed=done, numbers="")
-        self.success = None  # the last one seen
+        self.wandb = self.start_wandb() if args.track == "wandb" and args.wandb != "off" else None
+        self.tensorboard = None
+        if args.track == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.tensorboard = SummaryWriter(run / "tensorboard", purge_step=done + 1)
+        self.progress = Progress(TextColumn("iteration"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"),
+                                 TimeRemainingColumn(), auto_refresh=False)
+        self.task = self.progress.add_task("", total=args.iterations, completed=done)
+        # drawn once an iteration and only where it changes, so that it does not flicker over a slow line
+        self.live = Live(self.progress, console=self.console, auto_refresh=False) if self.console.is_terminal and not args.quiet \
+            else None
+        self.successes = []  # held-out, since this process began
 
     def start_wandb(self):
         import wandb  # takes a second: only when it is used
@@ -161,15 +220,42 @@ class RunLog:
                           config=asdict(self.args), id=path.read_text(), resume="allow",
                           settings=wandb.Settings(silent=True))
 
+    # ---- the screen
+
     def __enter__(self):
-        if self.console.is_terminal:
-            self.progress.start()
+        if self.live:
+            self.live.start(refresh=True)
         return self
 
     def __exit__(self, *error):
-        self.progress.stop()
+        if self.live:
+            self.live.stop()
         if self.wandb is not None:
             self.wandb.finish(exit_code=int(error[0] is not None))
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+    def show(self, metrics: dict):
+        """The six numbers that matter, and held-out success over time."""
+        form = lambda key, spec: "-" if metrics.get(key) is None else format(metrics[key], spec)  # noqa: E731
+        if not self.successes and metrics["eval/start_success"] is not None:
+            self.successes.append(metrics["eval/start_success"])
+        if metrics["eval/success"] is not None:
+            self.successes.append(metrics["eval/success"])
+        numbers = {"reward": form("fresh/reward", ".2f"), "held-out": f"{self.successes[-1]:.3f}",
+                   "age": form("replay/age_mean", ".0f"), "ESS": form("replay/ess_token", ".2f"),
+                   "signal": form("fresh/signal_share", ".0%"), "tokens/s": form("time/tokens_per_s", ",.0f")}
+        if self.live:
+            table = Table.grid(padding=(0, 3))
+            table.add_row(*(f"[dim]{name}[/] {value}" for name, value in numbers.items()))
+            self.progress.update(self.task, completed=metrics["iteration"])
+            self.live.update(Group(self.progress, table, f"[dim]held-out success[/] {sparkline(self.successes)}"), refresh=True)
+        elif not self.args.quiet:
+            print(f"iteration {metrics['iteration']}/{self.args.iterations}  " +
+                  "  ".join(f"{name} {value}" for name, value in numbers.items()) + f"  {form('time/iteration_s', '.1f')} s",
+                  flush=True)
+
+    # ---- the files
 
     def append(self, name: str, record: dict):
         with open(self.run / name, "a") as file:
@@ -183,33 +269,32 @@ class RunLog:
         self.console.print(f"iteration {iteration}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite, no "
                            "step was taken; episodes.jsonl names the episodes")
 
-    def iteration(self, metrics: dict, episodes, transcripts):
+    def iteration(self, metrics: dict, shown: list[dict]):
         self.append("metrics.jsonl", metrics)
-        for place, (episode, transcript) in enumerate(zip(episodes, transcripts)):
-            if place >= self.args.transcripts and not episode.info["env_error"]:
-                continue
-            self.append("episodes.jsonl", {"iteration": metrics["iteration"], "problem_id": episode.problem_id,
-                                           "group_id": episode.group_id, "reward": episode.reward, "score": episode.score,
-                                           "info": episode.info, "transcript": transcript})
+        for record in shown:
+            self.append("episodes.jsonl", record)
+        numbers = {key: value for key, value in metrics.items() if value is not None}
         if self.wandb is not None:
-            self.wandb.log({key: value for key, value in metrics.items() if value is not None}, step=metrics["iteration"])
-        show = lambda key, form: "-" if metrics.get(key) is None else format(metrics[key], form)  # noqa: E731
-        self.success = show("eval/success", ".3f") if metrics["eval/success"] is not None else self.success
-        numbers = (f"reward {show('fresh/reward', '.2f')}  held-out {self.success or show('eval/start_success', '.3f')}  age "
-                   f"{show('replay/age_mean', '.0f')}  ESS {show('replay/ess_token', '.2f')}  "
-                   f"{show('time/tokens_per_s', ',.0f')} tokens/s")
-        if self.console.is_terminal:
-            self.progress.update(self.task, completed=metrics["iteration"], numbers=numbers)
-        else:
-            print(f"iteration {metrics['iteration']}/{self.args.iterations}  {numbers}  {show('time/iteration_s', '.1f')} s",
-                  flush=True)
+            import wandb
+            self.table = getattr(self, "table", None) or wandb.Table(
+                columns=["iteration", "kind", "age", "success", "reward", "transcript"], log_mode="INCREMENTAL")
+            for record in shown:
+                text = "\n\n".join(f"[{message['role']}] {message['content']}" for message in record["transcript"])
+                self.table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"],
+                                    record["reward"], text)
+            self.wandb.log(numbers | {"episodes": self.table}, step=metrics["iteration"])
+        if self.tensorboard is not None:
+            for key, value in numbers.items():
+                self.tensorboard.add_scalar(key, value, metrics["iteration"])
+        self.show(metrics)
 
     def finish(self, summary: dict):
         (self.run / "summary.json").write_text(json.dumps(finite_or_none(summary), indent=1))
         if self.wandb is not None:
             self.wandb.summary.update(summary)
-        self.progress.stop()
+        if self.live:
+            self.live.stop()
         print(f"held-out success on {summary['heldout_problems']} problems: {summary['start_success']:.3f} at the start, "
               f"{summary['final_success']:.3f} at the end, {summary['best_success']:.3f} at best; {summary['episodes']} "
               f"episodes, {summary['steps']} optimiser steps, {summary['minutes']} minutes\n"
-              f"{self.run}: metrics.jsonl, episodes.jsonl, learning_curve.png, checkpoints/")
+              f"look at it: python eval.py replay {self.run}; python eval.py show {self.run}")

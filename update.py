@@ -302,6 +302,10 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
 
     metrics = {name: value if name in ("loss", "value_loss", "tokens_trained") else value / totals["tokens_trained"]
                for name, value in totals.items()}
+    metrics["log_ratios"] = [None] * len(episodes)  # log current/behaviour of the rows that were computed, (T,) each
+    for row, logprobs_T in zip(order, seen):
+        episode = episodes[row]
+        metrics["log_ratios"][row] = logprobs_T[:len(episode.tokens)].numpy() - episode.behavior_logprobs
     if seen:
         logprobs_BT = padded(seen)
         aligned = (rows[name][order, :logprobs_BT.shape[1]] for name in ("behavior", "advantages", "mask"))

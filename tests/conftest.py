@@ -1,10 +1,14 @@
+import functools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from envs import FrozenLake
+
 ROOT = Path(__file__).parent.parent
+tiny_lake = functools.partial(FrozenLake, prompt="tiny")  # as the command line makes it for --model tiny
 
 
 @pytest.fixture(scope="session")
@@ -15,9 +19,8 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_folder(cache_dir):
-    from envs import FrozenLake
     from models import warm_started_tiny
-    return warm_started_tiny(FrozenLake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
+    return warm_started_tiny(tiny_lake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
 
 
 @pytest.fixture(scope="session")

@@ -1149,3 +1149,16 @@ def test_sequence_kl_has_the_right_mean():
     assert (sequence_kl(log_ratios) >= 0).all()  # k3
     wild = np.array([-9.0, 2.0])
     assert sequence_kl(wild).tolist() == [9.0, -2.0]  # k1
+
+
+def test_by_age_counts_what_is_held():
+    buffer = ReplayBuffer(8, priority="uniform", tau=2.0, alpha=1.0, eps=0.0)
+    ids = [buffer.add([make(step=birthday)], 5)[0] for birthday in (0, 3, 3)]
+    held = buffer.by_age(5)
+    young, old = math.exp(-2 / 2), math.exp(-5 / 2)
+    assert held["age"] == [2, 5] and held["count"] == [2, 1] and held["priority"] == pytest.approx([1, 1])
+    assert held["mass"] == pytest.approx([2 * young / (2 * young + old), old / (2 * young + old)])
+    buffer.sample(2, 5), buffer.sample(3, 5)
+    assert sum(use * count for use, count in enumerate(buffer.by_age(5)["uses"])) == 5 and len(ids) == 3
+    assert buffer.by_age(50, bins=1)["count"] == [3]
+    assert ReplayBuffer(8).by_age(0)["age"] == []

@@ -1,9 +1,10 @@
 """The main job itself, with its real warm start: slow."""
+import functools
 import json
 
 import numpy as np
 import pytest
-from conftest import train
+from conftest import tiny_lake, train
 
 from envs import FrozenLake
 from eval import evaluate
@@ -46,7 +47,8 @@ def test_the_warm_started_policy_reads_the_board(run):
     success = {}
     for env in (FrozenLake, Shuffled):
         engine = HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
-        success[env] = evaluate(engine, Chat(tokenizer), env, FrozenLake().problems("heldout", 512), **PLAY)["success"]
+        make_env = functools.partial(env, prompt="tiny")
+        success[env] = evaluate(engine, Chat(tokenizer), make_env, tiny_lake().problems("heldout", 512), **PLAY)["success"]
     # two proportions of 512 episodes: three standard errors of their difference
     error = np.sqrt(sum(share * (1 - share) / 512 for share in success.values()))
     assert success[FrozenLake] - success[Shuffled] > 3 * error

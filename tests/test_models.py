@@ -3,7 +3,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from envs import FrozenLake
+from conftest import tiny_lake
 from models import Chat, blind_loss, collate, demonstrations, load_policy, micro_batches, tiny_tokenizer, token_logprobs
 
 
@@ -11,7 +11,7 @@ def test_the_tokenizer_survives_saving(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
-    env = FrozenLake()
+    env = tiny_lake()
     text = Chat(tokenizer).tokenizer.apply_chat_template([{"role": "user", "content": env.reset(7, seed=0)}], tokenize=False,
                                                          add_generation_prompt=True)
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -23,7 +23,7 @@ def test_the_tokenizer_survives_saving(tmp_path):
 
 def test_every_message_of_the_task_is_in_the_vocabulary():
     tokenizer = tiny_tokenizer()
-    env = FrozenLake(slippery=True)
+    env = tiny_lake(slippery=True)
     messages = [env.reset(7, seed=0), env.step("no")[0]] + [f"<answer>{move}</answer>" for move in env.moves]
     for seed in range(30):
         env.reset(seed, seed=0)
@@ -87,7 +87,7 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
 
 
 def test_demonstrations_train_on_the_players_tokens_only():
-    tokenizer, env = tiny_tokenizer(), FrozenLake()
+    tokenizer, env = tiny_tokenizer(), tiny_lake()
     rows, moves = demonstrations(env, Chat(tokenizer), env.problems("train", 20), skill=0.5, max_turns=10, seed=0)
     for row in rows:
         spoken = tokenizer.decode([token for token, mask in zip(row["tokens"], row["mask"]) if mask])
@@ -103,7 +103,7 @@ def test_blind_loss_is_the_entropy_of_moves_given_the_position():
 def test_the_warm_start_is_made_once_and_found_again(tiny_folder, cache_dir):
     from models import warm_started_tiny
     before = (tiny_folder / "model.safetensors").stat().st_mtime_ns
-    again = warm_started_tiny(FrozenLake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
+    again = warm_started_tiny(tiny_lake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
     assert again == tiny_folder and (again / "model.safetensors").stat().st_mtime_ns == before
     assert sorted(path.name for path in cache_dir.iterdir()) == [tiny_folder.name, f"{tiny_folder.name}.lock"]
 
@@ -114,6 +114,6 @@ def test_a_broken_cache_folder_is_made_again(tiny_folder, tmp_path):
     from models import warm_started_tiny
     (tmp_path / tiny_folder.name).mkdir(parents=True)
     shutil.copy(tiny_folder / "config.json", tmp_path / tiny_folder.name)
-    again = warm_started_tiny(FrozenLake(), tmp_path, seed=0, updates=12, skill=0.6, max_turns=10)
+    again = warm_started_tiny(tiny_lake(), tmp_path, seed=0, updates=12, skill=0.6, max_turns=10)
     first, second = (load_policy(folder)[0].state_dict() for folder in (tiny_folder, again))
     assert again.name == tiny_folder.name and all(torch.equal(first[name], second[name]) for name in first)

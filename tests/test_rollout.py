@@ -1,7 +1,11 @@
+import functools
+import time
+
 import numpy as np
 import pytest
 import torch
 
+from conftest import tiny_lake
 from envs import FrozenLake
 from models import Chat, collate, load_policy, token_logprobs
 from rollout import HFEngine, collect
@@ -19,7 +23,7 @@ def engine_of(policy):
 
 
 def play(policy, problems, seeds, engine=None, **changes):
-    return collect(engine or engine_of(policy), Chat(policy[1]), FrozenLake, list(problems), list(range(len(problems))), list(seeds),
+    return collect(engine or engine_of(policy), Chat(policy[1]), tiny_lake, list(problems), list(range(len(problems))), list(seeds),
                    **(PLAY | changes))
 
 
@@ -81,13 +85,14 @@ def test_sampled_tokens_follow_the_distribution(policy):
 def test_a_turn_costs_its_new_tokens_only_and_finished_episodes_leave(policy):
     engine, fed = engine_of(policy), []
     forward = engine.forward
-    engine.forward = lambda chunks: fed.append(chunks) or forward(chunks)
-    episodes, _ = play(policy, range(16), range(16), engine)
+    engine.forward = lambda rows, chunks: fed.append(chunks) or forward(rows, chunks)
+    episodes, _ = play(policy, tiny_lake().problems("train", 16), range(16), engine)  # no prompt is shared
     total = sum(len(chunk) for chunks in fed for chunk in chunks)
     # every token but each episode's last answer's last one goes through the model once
     assert total == sum(len(episode.tokens) - 1 for episode in episodes)
     rows = [len(chunks) for chunks in fed]
-    assert rows == sorted(rows, reverse=True) and rows[-1] < 16
+    assert rows[0] == 16 and rows[-1] < 16
+    assert all(len(chunk) for chunks in fed for chunk in chunks)  # nobody is in a batch without a token of its own
 
 
 def test_stop_tokens_are_trained_when_sampled_and_not_invented_at_the_limit(policy):
@@ -152,7 +157,7 @@ def test_an_environment_that_raises_costs_one_episode(policy):
         made = 0
 
         def __init__(self):
-            super().__init__()
+            super().__init__(prompt="tiny")
             self.number, Broken.made = Broken.made, Broken.made + 1
 
         def step(self, answer):
@@ -173,9 +178,11 @@ def test_an_environment_that_raises_costs_one_episode(policy):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_first_message_longer_than_the_context_is_refused(policy):
-    with pytest.raises(ValueError, match="does not fit the model's context of 40"):
-        play(policy, [0], [0], context_length=40)
+def test_a_first_message_longer_than_the_context_ends_the_episode_before_its_first_turn(policy):
+    (episode,), (transcript,) = play(policy, [0], [0], context_length=40)
+    assert not episode.action_mask.any() and len(transcript) == 1 and episode.reward == 0
+    assert episode.info["truncated"] and episode.info["context_full"] and episode.info["overlong"]
+    assert episode.info["turns"] == 0
 
 
 def test_weights_that_are_not_finite_are_named(tiny_folder):
@@ -184,3 +191,150 @@ def test_weights_that_are_not_finite_are_named(tiny_folder):
         model.lm_head.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="not finite"):
         engine_of((model, tokenizer)).generate([[4, 10]], [0], [0], max_new_tokens=1, temperature=1.0)
+
+
+def greedy(model, sequence, count, stop_ids=()):
+    """One sequence, one token at a time, no cache."""
+    tokens, logprobs = [], []
+    for _ in range(count):
+        with torch.no_grad():
+            logprobs_V = model(torch.tensor([sequence + tokens])).logits[0, -1].log_softmax(-1)
+        tokens.append(logprobs_V.argmax().item())
+        logprobs.append(logprobs_V.max().item())
+        if tokens[-1] in stop_ids:
+            break
+    return tokens, logprobs
+
+
+def test_temperature_0_is_greedy_with_the_log_probs_of_temperature_1(policy):
+    generator = np.random.default_rng(1)
+    sequences = [generator.integers(6, 40, size=length).tolist() for length in (30, 7, 7, 19)]
+    completions = engine_of(policy).generate(sequences, [0, 1, 2, 3], [0] * 4, max_new_tokens=7, temperature=0)
+    for sequence, completion in zip(sequences, completions):
+        tokens, logprobs = greedy(policy[0], sequence, 7, [policy[1].eos_token_id])
+        assert completion.tokens == tokens and completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_random_ragged_conversations_equal_the_plain_model(policy):
+    """Many turns of random lengths, rows that finish inside a turn, that leave, that come back rewritten, that join late."""
+    model, tokenizer = policy
+    generator, engine = np.random.default_rng(2), engine_of(policy)
+    talks = {id: generator.integers(6, 40, size=generator.integers(2, 60)).tolist() for id in range(10)}
+    talks[4], talks[5] = list(talks[3]), list(talks[3])  # one prompt, three conversations
+    for turn in range(6):
+        ids = sorted(generator.choice(10, size=generator.integers(3, 9), replace=False).tolist(), key=lambda id: (id * 7) % 10)
+        if turn == 3:  # rewritten in the middle: what was cached behind it must go
+            talks[ids[0]] = talks[ids[0]][:5] + [9, 8, 7] + talks[ids[0]][8:]
+        limit = int(generator.integers(1, 9))
+        completions = engine.generate([talks[id] for id in ids], ids, [turn] * len(ids), max_new_tokens=limit, temperature=0)
+        for id, completion in zip(ids, completions):
+            tokens, logprobs = greedy(model, talks[id], limit, [tokenizer.eos_token_id])
+            assert completion.tokens == tokens and completion.logprobs == pytest.approx(logprobs, abs=1e-4)
+            assert completion.finish_reason == ("stop" if tokens[-1] == tokenizer.eos_token_id else "length")
+            talks[id] = talks[id] + tokens + generator.integers(6, 40, size=generator.integers(1, 30)).tolist()
+
+
+def test_a_prompt_that_a_group_shares_is_read_once(policy):
+    engine, fed = engine_of(policy), []
+    forward = engine.forward
+    engine.forward = lambda rows, chunks: fed.append(chunks) or forward(rows, chunks)
+    prompts = [[4, *range(10, 30), 5]] * 8 + [[4, *range(20, 40), 5]] * 8
+    completions = engine.generate(prompts, list(range(16)), list(range(16)), max_new_tokens=3, temperature=1.0)
+    assert [len(chunks) for chunks in fed][0] == 2
+    for prompt, seed, completion in zip(prompts, range(16), completions):
+        alone, = engine_of(policy).generate([prompt], [0], [seed], max_new_tokens=3, temperature=1.0)
+        assert completion.tokens == alone.tokens and completion.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_finished_rows_cost_nothing_within_a_turn(policy):
+    engine, fed = engine_of(policy), []
+    forward = engine.forward
+    engine.forward = lambda rows, chunks: fed.append(len(chunks)) or forward(rows, chunks)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(6, 40, size=12).tolist() for _ in range(32)]
+    completions = engine.generate(prompts, list(range(32)), list(range(32)), max_new_tokens=40, temperature=2.0)
+    lengths = [len(completion.tokens) for completion in completions]
+    assert min(lengths) < max(lengths) and sum(fed) == 32 + sum(length - 1 for length in lengths)
+
+
+def test_a_stop_string_ends_a_turn_and_stays_in_it(policy):
+    model, tokenizer = policy
+    engine = HFEngine(model, [], tokenizer.pad_token_id, Chat(tokenizer).text)
+    prompt = Chat(tokenizer).start(tiny_lake().reset(0, 0))
+    found = engine.generate([prompt] * 16, list(range(16)), list(range(16)), max_new_tokens=8, temperature=1.0, stop=("</answer>",))
+    ended = [completion for completion in found if completion.finish_reason == "stop"]
+    assert len(ended) > 8
+    for completion in found:
+        text = tokenizer.decode(completion.tokens)
+        assert text.count("</answer>") == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "length" or text.endswith("</answer>")
+
+
+def test_weights_in_another_layout_of_attention_are_refused(tiny_folder):
+    model, tokenizer = load_policy(tiny_folder)
+    model.config.layer_types = ["full_attention", "sliding_attention"] * 2
+    with pytest.raises(ValueError, match="sliding_attention.*use --engine vllm"):
+        HFEngine(model, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+
+
+def test_the_trainers_attention_is_untouched_by_sampling(policy):
+    engine_of(policy).generate([[4, 10, 11]], [0], [0], max_new_tokens=2, temperature=1.0)
+    assert policy[0].config._attn_implementation == "sdpa"
+
+
+def test_an_environment_that_raises_at_its_start_costs_one_episode(policy):
+    class Closed(FrozenLake):
+        def reset(self, problem_id, seed):
+            if problem_id == 1:
+                raise ConnectionError("the lake is closed")
+            return super().reset(problem_id, seed)
+
+    episodes, transcripts = collect(engine_of(policy), Chat(policy[1]), functools.partial(Closed, prompt="tiny"), [0, 1, 2], [0, 1, 2], [0, 1, 2], **PLAY)
+    assert ["closed" in episode.info["env_error"] for episode in episodes] == [False, True, False]
+    assert not episodes[1].action_mask.any() and episodes[0].action_mask.any() and len(transcripts[1]) == 1
+
+
+def test_slow_environments_step_side_by_side_and_in_order(policy):
+    class Slow(FrozenLake):
+        slow = True
+
+        def step(self, answer):
+            time.sleep(0.02 * (self.number % 3))
+            return super().step(answer)
+
+        def reset(self, problem_id, seed):
+            self.number = problem_id
+            return super().reset(problem_id, seed)
+
+    started = time.time()
+    slow, _ = collect(engine_of(policy), Chat(policy[1]), functools.partial(Slow, prompt="tiny"), list(range(24)), list(range(24)), list(range(24)), **PLAY)
+    seconds = time.time() - started
+    fast, _ = play(policy, range(24), range(24))
+    assert all((a.tokens == b.tokens).all() for a, b in zip(slow, fast, strict=True))
+    waits = sum(0.02 * (episode.problem_id % 3) * episode.info["turns"] for episode in slow)
+    assert seconds < waits or waits < 0.5
+
+
+def test_what_the_task_tells_reaches_the_record_and_cannot_replace_the_loops_own(policy):
+    class Telling(FrozenLake):
+        def reset(self, problem_id, seed):
+            message = super().reset(problem_id, seed)
+            self.info = {"true_return": 3.5, "prediction": "x", "success": "mine", "turns": -1}
+            return message
+
+    (episode,), _ = collect(engine_of(policy), Chat(policy[1]), functools.partial(Telling, prompt="tiny"), [0], [0], [0], **PLAY)
+    assert episode.info["true_return"] == 3.5 and episode.info["prediction"] == "x"
+    assert episode.info["success"] in (True, False) and episode.info["turns"] == len(episode.turn_ends)
+
+
+def test_waves_of_episodes_equal_all_at_once(policy):
+    whole, _ = play(policy, range(10), range(10))
+    waves, transcripts = play(policy, range(10), range(10), parallel=3)
+    assert len(transcripts) == 10 and all((a.tokens == b.tokens).all() for a, b in zip(whole, waves, strict=True))
+
+
+def test_overlong_is_a_last_turn_cut_by_the_limit_or_a_full_context(policy):
+    episodes, _ = play(policy, range(30), range(30), max_new_tokens=4, max_turns=3)
+    for episode in episodes:
+        assert episode.info["overlong"] == (episode.tokens[-1] != policy[1].eos_token_id)
+    assert {episode.info["overlong"] for episode in episodes} == {True, False}

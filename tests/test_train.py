@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, train
+from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file
 
+import envs
 import train as train_module
 from buffer import ReplayBuffer
 from envs import FrozenLake
@@ -78,6 +79,14 @@ def refused(capsys, *flags):
     (["--beta-steps", "0"], ["--beta-steps 0"]),
     (["--advantage-clip", "-1"], ["--advantage-clip -1"]),
     (["--seed", "-1"], ["--seed -1"]),
+    (["--env", "frozen_lake"], ["frozen_lake", "frozenlake"]),
+    (["--env-options", "sizes", "8"], ["sizes", "size"]),
+    (["--env-options", "size", "big"], ["size", "big"]),
+    (["--engine", "vlm"], ["--engine vlm", "vllm"]),
+    (["--top-p", "0.9"], ["--top-p", "part of the vocabulary", "--temperature"]),
+    (["--top_k", "5"], ["--top-k", "part of the vocabulary"]),
+    (["--min-p=0.1"], ["--min-p"]),
+    (["--parallel-episodes", "0"], ["--parallel-episodes 0"]),
 ])
 def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     message = refused(capsys, *flags)
@@ -93,6 +102,10 @@ def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     ("replay: none\nreplay_updates: 2", ["contradict"]),
     ("lr: {", ["cannot read"]),
     ("replay: per\ntau: 5", ["--replay per", "--tau 5"]),
+    ("env_options: 8", ["env_options", "mapping"]),
+    ("env_options: {size: [8]}", ["env_options", "mapping"]),
+    ("env_options: {sizes: 8}", ["sizes", "size"]),
+    ("top_p: 0.9", ["top_p"]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
@@ -107,8 +120,8 @@ def test_an_unknown_key_exits_with_2_before_anything_heavy():
 
 def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
     (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nmax_age: null\n")
-    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf", "--slippery", "true"])
-    assert args.slippery is True
+    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf", "--store-without-signal", "true"])
+    assert args.store_without_signal is True
     assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.max_age, args.tau) == (2e-6, "off", 3, False, None, math.inf)
 
 
@@ -179,7 +192,8 @@ def test_what_a_run_leaves(run):
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert set(config) == {field.name for field in train_module.fields(Args)} - {"resume"}
     episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
-    assert "player" in episodes[0]["transcript"][0]["content"] and len(episodes) == 4 * 4
+    fresh = [episode for episode in episodes if episode["kind"] == "fresh"]
+    assert "player" in fresh[0]["transcript"][0]["content"] and len(fresh) == 4 * 4
     assert (run / "learning_curve.png").stat().st_size > 5000
     assert {"config.json", "model.safetensors", "tokenizer.json", "policy_optimizer.safetensors", "state.json", "buffer"} <= {
         path.name for path in max((run / "checkpoints").iterdir()).iterdir()}
@@ -301,8 +315,8 @@ def played(tiny_folder):
     """A learner and eight groups of eight episodes with advantages, mixed rewards in several of them."""
     policy, tokenizer = load_policy(tiny_folder)
     args = Args(algo="grpo")
-    problems = FrozenLake().problems("train", 8)
-    episodes, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), FrozenLake,
+    problems = tiny_lake().problems("train", 8)
+    episodes, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), tiny_lake,
                           [problem for problem in problems for _ in range(8)], [row // 8 for row in range(64)], list(range(64)),
                           max_turns=10, max_new_tokens=6, temperature=1.0, format_penalty=0.15, policy_step=0, iteration=1,
                           context_length=1024)
@@ -392,15 +406,14 @@ def test_an_update_without_signal_takes_no_step(played, tiny_folder):
         assert (metrics["steps"], metrics["without_signal"], learner.schedule.last_epoch) == (steps, 1, steps)
 
 
-def test_too_many_broken_environments_end_the_run_with_the_traceback(tmp_path, quick_flags, monkeypatch, capsys):
+def test_too_many_broken_environments_end_the_run_with_the_traceback(tmp_path, quick_flags, tiny_folder, monkeypatch, capsys):
     class Broken(FrozenLake):
         def step(self, answer):
             raise RuntimeError("the lake is frozen solid")
 
     args = parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "broken", "--iterations", "1"])
-    source = train_module.warm_started_tiny(FrozenLake(), args.cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
-    args.model = str(source)  # the broken task would be warm-started anew
-    monkeypatch.setitem(train_module.ENVS, "frozenlake", Broken)
+    args.model = str(tiny_folder)  # the broken task would be warm-started anew
+    monkeypatch.setitem(envs.ENVS, "frozenlake", Broken)
     with pytest.raises(SystemExit) as stop:
         train_module.main(args)
     message = capsys.readouterr().err
@@ -419,3 +432,85 @@ def test_three_updates_that_are_not_finite_end_the_run_and_name_their_episodes(t
     assert len(events) == 3 and all("not finite" in event["event"] and event["loss"] == "nan" for event in events)
     named = events[0]["episodes [iteration, group_id, problem_id]"]
     assert len(named) == 24 and all(iteration == 1 for iteration, _, _ in named)
+
+
+def test_options_of_the_task_come_from_the_config_or_the_command_line(tmp_path):
+    (tmp_path / "x.yaml").write_text("env_options: {size: 8, slippery: true}\nlr: 2e-3\n")
+    args = parse_args([str(tmp_path / "x.yaml"), "--name", "x"])
+    assert args.env_options == {"prompt": "tiny", "size": "8", "slippery": "true"} and args.lr == 2e-3
+    env = envs.make_env_factory(args.env, args.env_options)()
+    assert (env.size, env.slippery, env.prompt) == (8, True, "tiny")
+    args = parse_args([str(tmp_path / "x.yaml"), "--env-options", "size", "5"])  # the command line replaces the mapping
+    assert args.env_options == {"prompt": "tiny", "size": "5"}
+
+
+def test_a_replayed_episode_is_shown_with_its_age_and_its_log_ratios(run):
+    records = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
+    replayed = [record for record in records if record["kind"] == "replay"]
+    assert replayed and all(record["age"] >= 1 for record in replayed)
+    for record in records:
+        mask = np.array(record["action_mask"], bool)
+        assert len(record["pieces"]) == len(mask) == len(record["advantages"]) == len(record["behavior_logprobs"])
+        for name in ("advantages", "behavior_logprobs", "log_ratios"):
+            assert record[name] is None or not np.array(record[name])[~mask].any()
+        assert "".join(record["pieces"]).count("<answer>") == sum(
+            message["content"].count("<answer>") for message in record["transcript"])
+    assert any(np.any(record["log_ratios"]) for record in replayed if record["log_ratios"])
+
+
+def test_the_record_of_replay_agrees_with_the_metrics(run):
+    lines = {line["iteration"]: line for line in metrics_of(run)}
+    records = [json.loads(line) for line in (run / "replay.jsonl").read_text().splitlines()]
+    assert records
+    for record in records:
+        line, drawn, held = lines[record["iteration"]], record["drawn"], record["buffer"]
+        assert np.mean(drawn["age"]) == pytest.approx(line["replay/age_mean"])
+        assert sum(held["count"]) == sum(record["uses"]) and sum(held["mass"]) == pytest.approx(1)
+        counted = [row for row, ratio in enumerate(drawn["ratio"]) if ratio is not None]
+        assert counted == [row for row, signal in enumerate(drawn["signal"]) if signal]  # GRPO: the others are not computed
+        tokens = np.array(drawn["tokens"])[counted]
+        assert tokens.sum() == line["replay/tokens_trained"]
+        if line["replay/updates"] == 1:
+            assert np.average(np.array(drawn["ratio"])[counted], weights=tokens) == pytest.approx(line["replay/ratio_mean"], abs=1e-4)
+            assert np.average(np.array(drawn["kl"])[counted], weights=tokens) == pytest.approx(line["replay/kl_behavior_k3"], abs=1e-4)
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as stop:
+        train_module.main(parse_args(["--model", "runs/no_such", "--runs-dir", str(tmp_path), "--wandb", "off"]))
+    assert stop.value.code == 2 and "no model 'runs/no_such'" in capsys.readouterr().err
+
+
+def test_a_template_that_drops_thinking_is_refused_in_several_turns_unless_asked(tmp_path, tiny_folder, quick_flags, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    flags = [*quick_flags, "--model", str(folder), "--env-options", "prompt", "tiny", "--runs-dir", str(tmp_path), "--iterations", "1"]
+    with pytest.raises(SystemExit) as stop:
+        train_module.main(parse_args([*flags, "--name", "refused"]))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and "drops the thinking" in message and "--rewritten-history keep" in message
+    train_module.main(parse_args([*flags, "--name", "one", "--max-turns", "1"]))
+    train_module.main(parse_args([*flags, "--name", "kept", "--rewritten-history", "keep"]))
+
+
+def test_overlong_episodes_can_be_left_out_of_the_updates(tmp_path, quick_flags, tiny_folder):
+    """With two tokens a turn every episode ends in a cut turn: nothing is left to train on, and the metrics say so."""
+    flags = [*quick_flags, "--max-new-tokens", "2", "--max-turns", "2", "--iterations", "1", "--runs-dir", str(tmp_path),
+             "--model", str(tiny_folder), "--env-options", "prompt", "tiny"]
+    train_module.main(parse_args([*flags, "--name", "masked", "--overlong", "mask"]))
+    line, = metrics_of(tmp_path / "masked")
+    assert line["fresh/overlong"] == 1 and line["step"] == 0 and not line["fresh/tokens_trained"]
+
+
+def test_curves_go_to_tensorboard(tmp_path, quick_flags, capsys):
+    train_module.main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "board", "--iterations", "2", "--track",
+                                  "tensorboard", "--quiet", "true"]))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(tmp_path / "board" / "tensorboard")).Reload()
+    rewards = [(event.step, event.value) for event in events.Scalars("fresh/reward")]
+    assert rewards == [(line["iteration"], pytest.approx(line["fresh/reward"])) for line in metrics_of(tmp_path / "board")]
+    assert "iteration 1/2" not in capsys.readouterr().out

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs import FrozenLake
+from conftest import tiny_lake
 from losses import gae
 from models import Chat, load_policy
 from rollout import HFEngine, collect
@@ -18,8 +18,8 @@ from update import (add_advantages, gradients, objective_of, padded, per_token, 
 def episodes(tiny_folder):
     """Four groups of four, sampled by the very weights that `learner_of` starts from."""
     policy, tokenizer = load_policy(tiny_folder)
-    played, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), FrozenLake,
-                        [problem for problem in FrozenLake().problems("train", 4) for _ in range(4)],
+    played, _ = collect(HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id), Chat(tokenizer), tiny_lake,
+                        [problem for problem in tiny_lake().problems("train", 4) for _ in range(4)],
                         [row // 4 for row in range(16)], list(range(16)), max_turns=6, max_new_tokens=6, temperature=1.0,
                         format_penalty=0.15, policy_step=0, iteration=1, context_length=1024)
     return played

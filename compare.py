@@ -1,0 +1,396 @@
+"""Comparison of runs over their seeds: curves, tables, and whether there are enough seeds for a claim.
+
+    python eval.py compare runs/fresh* runs/none*                       # held-out success over episodes
+    python eval.py compare runs/* --x seconds --target 0.8 --out comparison
+    python eval.py compare runs/* --y fresh/reward --statistic iqm
+
+Runs whose settings differ in nothing but the seed form a group. Between two evaluations a curve keeps its last value; nothing
+is extrapolated: a group's curve ends where its shortest seed ends, and groups are judged up to where the shortest run ends.
+"""
+import csv
+import difflib
+import json
+import string
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Callable, Literal
+
+import matplotlib
+import numpy as np
+import tyro
+import yaml
+
+from runs import fail
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
+
+NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
+                 "keep_checkpoints", "eval_every", "max_env_error_frac"}  # places and logging: no part of the method
+X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
+          "seconds": ("time/iteration_s", "seconds"), "compute": ("compute/flops", "floating-point operations")}
+SUMMED = ("seconds", "compute")  # logged for each iteration; the other axes are logged as totals
+LINES = ("-", "--", ":")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito, without yellow
+FEWEST_SEEDS = 5  # below, the bootstrap over seeds is too narrow to claim anything
+
+
+@dataclass
+class CompareArgs:
+    """Compare runs over their seeds."""
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Run folders. Those that differ in nothing but the seed form a group."""
+    x: Literal["episodes", "steps", "tokens", "seconds", "compute"] = "episodes"
+    """What the budget is counted in. seconds include evaluation."""
+    y: str = "eval/success"
+    """Metric of metrics.jsonl; larger is better."""
+    target: float | None = None
+    """Score to reach. None: the time to a score is not reported."""
+    statistic: Literal["mean", "iqm"] = "mean"
+    """Over the seeds: mean, or interquartile mean (without the lowest and the highest quarter; from 4 seeds on)."""
+    out: str = "comparison"
+    """Folder of comparison.png, .svg, .md and .csv, and of runs.csv."""
+
+
+@dataclass
+class Run:
+    """A curve: `y` holds from its `x` on until the next one. Both (points,), x not falling."""
+    path: Path
+    config: dict
+    x: np.ndarray
+    y: np.ndarray
+
+    def at(self, places) -> np.ndarray:
+        """y at each place, none of which lies before the first x."""
+        assert np.min(places) >= self.x[0], f"{self.path} starts at {self.x[0]} and has no value at {np.min(places)}"
+        return self.y[np.searchsorted(self.x, places, side="right") - 1]
+
+    def area(self, low: float, high: float) -> float:
+        """Mean height between low and high (the area under the curve over its width), in units of y.
+
+        >>> Run(Path(), {}, np.array([0, 10, 30]), np.array([0.0, 0.5, 1.0])).area(0, 40)  # (10*0 + 20*0.5 + 10*1) / 40
+        0.5
+        """
+        corners = np.unique([low, high, *self.x[(self.x > low) & (self.x < high)]])
+        return float((self.at(corners[:-1]) * np.diff(corners)).sum() / (high - low)) if high > low else np.nan
+
+    def scores(self, low: float, high: float, target: float | None) -> dict:
+        """What a run is judged by between low and high; the time to the target is inf when the run ends before."""
+        within = self.y[(self.x >= low) & (self.x <= high)]
+        reached = self.x[self.y >= target] if target is not None else []
+        return {"final": float(self.at(high)), "best": float(within.max(initial=self.at(low))), "area": self.area(low, high),
+                "time_to_target": float(reached[0]) if len(reached) else np.inf}
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def mean(values_NM: np.ndarray) -> np.ndarray:
+    return values_NM.mean(axis=0)
+
+
+def interquartile_mean(values_NM: np.ndarray) -> np.ndarray:
+    """Mean over rows without the lowest and the highest quarter, floor(N/4) rows each (Agarwal et al. 2021).
+
+    >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 100.0])))
+    1.5
+    """
+    cut = len(values_NM) // 4
+    return np.sort(values_NM, axis=0)[cut:len(values_NM) - cut].mean(axis=0)
+
+
+STATISTICS = {"mean": mean, "iqm": interquartile_mean}
+
+
+def bootstrap_interval(*samples: np.ndarray, statistic: Callable = mean, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile interval of `statistic(*samples)`, the rows of each sample drawn anew; nan where a sample has one row."""
+    rng = np.random.default_rng(2026)
+    values = np.array([statistic(*(rows[rng.integers(len(rows), size=len(rows))] for rows in samples)) for _ in range(draws)])
+    low, high = np.percentile(values, [2.5, 97.5], axis=0)
+    return (low, high) if min(map(len, samples)) > 1 else (low * np.nan, high * np.nan)
+
+
+def probability_of_improvement(a_N: np.ndarray, b_M: np.ndarray) -> float:
+    """Chance that a run of a beats a run of b, ties counted half (Agarwal et al. 2021;
+    Mann-Whitney's U over NM).
+
+    >>> probability_of_improvement(np.array([1.0, 3.0]), np.array([2.0, 1.0]))  # (0.5 + 0 + 1 + 1) / 4
+    0.625
+    """
+    difference_NM = a_N[:, None] - b_M[None]
+    return float(((difference_NM > 0) + 0.5 * (difference_NM == 0)).mean())
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def whole_lines(path: Path) -> list[dict]:
+    """Records of a .jsonl, without lines that were cut when the run was killed."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return [record for record in records if isinstance(record, dict) and "iteration" in record]
+
+
+def read_run(path: Path, x: str, y: str) -> Run:
+    """Raises ValueError with the reason why the folder cannot be compared."""
+    if not (path / "config.yaml").is_file():
+        raise ValueError("not a run (no config.yaml)" if path.is_dir() else "no such folder")
+    try:
+        config = yaml.safe_load((path / "config.yaml").read_text())
+    except yaml.YAMLError:
+        config = None
+    if not isinstance(config, dict) or "seed" not in config:
+        raise ValueError("its config.yaml cannot be read")
+    lines = whole_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    if not lines:
+        raise ValueError("no metrics yet")
+    keys = sorted({key for line in lines for key in line})
+    key, _ = X_AXES[x]
+    if not all(isinstance(line.get(key), (int, float)) for line in lines):
+        raise ValueError(f"its metrics have no {key}, which --x {x} counts")
+    places = np.array([line[key] for line in lines], dtype=float)
+    places = np.cumsum(places) if x in SUMMED else places
+    points = [(place, line[y]) for place, line in zip(places, lines) if isinstance(line.get(y), (int, float))]
+    if not points:
+        near = difflib.get_close_matches(y, keys, n=1)
+        raise ValueError(f"no {y} yet" if y in keys else f"no metric {y}" + (f"; did you mean {near[0]}?" if near else ""))
+    start = lines[0].get(y.replace("eval/", "eval/start_")) if y.startswith("eval/") else None
+    points = [(0.0, start)] * (start is not None) + points
+    return Run(path, config, *np.array(points, dtype=float).T)
+
+
+def task_of(config: dict) -> dict:
+    """What decides which problems are asked and how they are scored; the wording of the prompt is a setting."""
+    options = config.get("env_options") or {key: config[key] for key in ("board_size", "slippery") if key in config}
+    return {"env": config["env"], **{key: value for key, value in options.items() if key != "prompt"}}
+
+
+def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
+    """Runs by the settings that differ among them, and notes on what was left aside."""
+    notes, groups = [], {}
+    shared = set.intersection(*(set(run.config) for run in runs)) - NOT_A_SETTING
+    lone = sorted({key for run in runs for key in run.config} - shared - NOT_A_SETTING)
+    if lone:
+        notes.append(f"runs of different versions: {', '.join(lone)} stand in some configs only and were not compared")
+
+    def kinds(keys) -> list[str]:
+        return [json.dumps([run.config[key] for key in keys]) for run in runs]
+
+    differing = [key for key in runs[0].config if key in shared and len(set(kinds([key]))) > 1]
+    names = list(differing)  # as few as tell the groups apart
+    for key in reversed(differing):
+        fewer = [name for name in names if name != key]
+        names = fewer if len(set(kinds(fewer))) == len(set(kinds(differing))) else names
+    for run in runs:
+        label = words({key: run.config[key] for key in names}) or "all runs"
+        members = groups.setdefault(label, [])
+        same = [member.path for member in members if member.config["seed"] == run.config["seed"]]
+        if same:
+            notes.append(f"skipped {run.path}: the settings and the seed are those of {same[0]}")
+            continue
+        if not members and len(names) < len(differing):
+            notes.append(f"{label} goes with {words({key: run.config[key] for key in differing if key not in names})}")
+        members.append(run)
+    if len(groups) > len(COLOURS) * len(LINES):
+        fail(f"{len(groups)} different settings ({', '.join(differing)}) are more than can be told apart: compare fewer at once")
+    return groups, notes
+
+
+# ----------------------------------------------------------------------------------------------------------- judging
+
+
+def judge(groups: dict[str, list[Run]], args: CompareArgs, start: float, end: float) -> tuple[list[dict], list[dict]]:
+    """A row a group and a row a pair of groups, judged between start and end."""
+    statistic, rows, finals = STATISTICS[args.statistic], [], []
+    for label, runs in groups.items():
+        scores = [run.scores(start, end, args.target) for run in runs]
+        row = {"group": string.ascii_uppercase[len(rows)], "settings": label, "seeds": len(runs)}
+        for name in ("final", "best", "area"):
+            values = np.array([score[name] for score in scores])
+            low, high = bootstrap_interval(values, statistic=statistic)
+            row |= {name: float(statistic(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
+        if args.target is not None:
+            times = [score["time_to_target"] for score in scores]
+            row |= {"reached": int(np.isfinite(times).sum()), "time_to_target": float(np.median(times))}
+        rows.append(row)
+        finals.append(np.array([score["final"] for score in scores]))
+    pairs = []
+    for second in range(len(rows)):
+        for first in range(second):
+            a, b = rows[first], rows[second]
+            low, high = bootstrap_interval(finals[first], finals[second], statistic=probability_of_improvement)
+            pairs.append({"first": a["group"], "second": b["group"], "verdict": verdict(a, b, low, high),
+                          "probability": probability_of_improvement(finals[first], finals[second]),
+                          "probability_low": float(low), "probability_high": float(high)})
+    return rows, pairs
+
+
+def verdict(a: dict, b: dict, low: float, high: float) -> str:
+    """What the final scores of two groups allow to say; low and high bound the probability that the first is better."""
+    if min(a["seeds"], b["seeds"]) < FEWEST_SEEDS:
+        return f"no claim: {a['seeds']} and {b['seeds']} seeds, a claim needs at least {FEWEST_SEEDS} each"
+    if low <= 0.5 <= high:
+        return "no claim: the interval holds 0.5"
+    overlap = max(a["final_low"], b["final_low"]) <= min(a["final_high"], b["final_high"])
+    better = f"{(a if low > 0.5 else b)['group']} is better"
+    return better + (", though the intervals of the final scores overlap" if overlap else "")
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+def words(settings: dict) -> str:
+    return ", ".join(f"{key}={value}" for key, value in settings.items())
+
+
+def number(score: float) -> str:
+    return f"{score:.3f}" if np.isfinite(score) else "n/a"
+
+
+def amount(budget: float) -> str:
+    """
+    >>> amount(1920), amount(2.5), amount(3e15), amount(float("inf"))
+    ('1,920', '2.5', '3e+15', 'n/a')
+    """
+    return "n/a" if not np.isfinite(budget) else f"{budget:,.0f}" if 10 <= budget < 1e9 else f"{budget:.3g}"
+
+
+def with_interval(row: dict, name: str) -> str:
+    interval = "" if np.isnan(row[f"{name}_low"]) else f" ({number(row[f'{name}_low'])} to {number(row[f'{name}_high'])})"
+    return number(row[name]) + interval
+
+
+def markdown(rows: list[dict], pairs: list[dict], notes: list[str], args: CompareArgs, end: float) -> str:
+    unit = X_AXES[args.x][1]
+    head = ["", "settings", "seeds", f"{args.y} at {amount(end)} {unit}", "best", "area under the curve / width"]
+    head += [f"{unit} to {args.target:g} (median; reached)"] if args.target is not None else []
+    table = [head, ["---"] * len(head)]
+    for row in rows:
+        table.append([row["group"], row["settings"], str(row["seeds"])])
+        table[-1] += [with_interval(row, name) for name in ("final", "best", "area")]
+        if args.target is not None:
+            table[-1].append(f"{amount(row['time_to_target'])}; {row['reached']} of {row['seeds']}")
+    kind = "interquartile means" if args.statistic == "iqm" else "means"
+    text = [f"# {args.y} over {unit}", "", f"{kind.capitalize()} over seeds, with 95 % bootstrap intervals.", ""]
+    text += ["| " + " | ".join(cells) + " |" for cells in table]
+    if pairs:
+        text += ["", "| | probability that a run of the first ends above one of the second | |", "|---|---|---|"]
+        text += [f"| {pair['first']} over {pair['second']} | {with_interval(pair, 'probability')} | {pair['verdict']} |"
+                 for pair in pairs]
+    return "\n".join([*text, "", *(f"- {note}" for note in notes), ""])
+
+
+def write_csv(path: Path, rows: list[dict]):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def spread(heights: list[float], gap: float) -> list[float]:
+    """Heights moved apart until neighbours are at least `gap` from each other, the order kept."""
+    order, placed = np.argsort(heights, kind="stable"), np.array(heights, dtype=float)
+    for _ in range(200):
+        for lower, upper in zip(order, order[1:]):
+            lack = gap - (placed[upper] - placed[lower])
+            if lack > 1e-9:
+                placed[lower], placed[upper] = placed[lower] - lack / 2, placed[upper] + lack / 2
+    return placed.tolist()
+
+
+def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end: float, out: Path):
+    """comparison.png and .svg: curves with bands over the seeds and, beside them, the scores at the end that all share."""
+    figure, (curves, finals) = plt.subplots(1, 2, figsize=(11, max(4.6, 0.6 * len(rows))), width_ratios=(2, 1),
+                                            layout="constrained")
+    statistic, ends = STATISTICS[args.statistic], []
+    for place, (runs, row) in enumerate(zip(groups.values(), rows)):
+        look = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS)]}
+        first, last = max(run.x[0] for run in runs), min(run.x[-1] for run in runs)
+        grid = np.unique([x for run in runs for x in run.x if first <= x <= last])
+        values = np.array([run.at(grid) for run in runs])
+        curves.plot(grid, statistic(values), linewidth=2, drawstyle="steps-post", **look)
+        curves.plot(last, statistic(values)[-1], "o", color=look["color"], markersize=5)
+        ends.append((last, statistic(values)[-1]))
+        if len(runs) > 1:
+            low, high = bootstrap_interval(values, statistic=statistic)
+            curves.fill_between(grid, low, high, step="post", color=look["color"], alpha=0.15, linewidth=0)
+            finals.plot([row["final_low"], row["final_high"]], [place, place], color=look["color"], linewidth=2.5)
+        if 1 < len(runs) < FEWEST_SEEDS:
+            curves.plot(grid, values.T, linewidth=0.7, alpha=0.4, drawstyle="steps-post", **look)
+        finals.plot([run.at(end) for run in runs], [place + 0.2] * len(runs), ".", color=look["color"], alpha=0.5)
+        finals.plot(row["final"], place, "o", color=look["color"], markersize=7)
+        title = textwrap.fill(f"{row['group']}  {row['settings']}, {row['seeds']} seed{'s' * (row['seeds'] > 1)}", 46)
+        finals.text(0, place - 0.18, title, transform=finals.get_yaxis_transform(), color=look["color"], va="bottom", fontsize=9)
+    curves.axvline(end, color="grey", linewidth=0.8, linestyle=":")
+    if args.target is not None:
+        curves.axhline(args.target, color="grey", linewidth=0.8, linestyle="--")
+        curves.text(curves.get_xlim()[0], args.target, f" target {args.target:g}", color="dimgrey", va="bottom", fontsize=9)
+    heights = spread([height for _, height in ends], gap=0.045 * float(np.diff(curves.get_ylim())[0]))
+    for row, (x, _), height in zip(rows, ends, heights):
+        curves.annotate(row["group"], (x, height), (7, 0), textcoords="offset points", va="center", fontsize=10,
+                        color=COLOURS[string.ascii_uppercase.index(row["group"]) % len(COLOURS)], fontweight="bold",
+                        bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
+    kind, unit = "Interquartile mean" if args.statistic == "iqm" else "Mean", X_AXES[args.x][1]
+    curves.set(xlabel=unit, ylabel=args.y)
+    few = "; too few seeds for a claim" if min(row["seeds"] for row in rows) < FEWEST_SEEDS else ""
+    curves.set_title(f"{kind} over seeds, 95 % bootstrap band{few}", fontsize=10, loc="left")
+    curves.xaxis.set_major_formatter(lambda value, _: amount(value))
+    finals.set(xlabel=args.y, yticks=[], ylim=(max(len(rows), 4) - 0.5, -0.8))
+    finals.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+    finals.set_title(f"At {amount(end)} {unit}; small: the seeds", fontsize=10, loc="left")
+    for axes, lines, sides in ((curves, "y", ["top", "right"]), (finals, "x", ["top", "right", "left"])):
+        axes.grid(alpha=0.3, axis=lines)
+        axes.spines[sides].set_visible(False)
+    figure.savefig(out / "comparison.png", dpi=120)
+    figure.savefig(out / "comparison.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(argv: list[str]):
+    args = tyro.cli(CompareArgs, args=argv, prog="eval.py compare", description=__doc__)
+    runs, skipped = [], {}
+    for path in dict.fromkeys(map(Path, args.runs)):
+        try:
+            runs.append(read_run(path, args.x, args.y))
+        except ValueError as error:
+            skipped.setdefault(str(error), []).append(str(path))
+    notes = [f"skipped {', '.join(paths)}: {reason}" for reason, paths in skipped.items()]
+    if not runs:
+        fail("nothing to compare: " + ("; ".join(notes) or "name two or more run folders"))
+    for run in runs[1:]:
+        if task_of(run.config) != task_of(runs[0].config):
+            fail(f"{runs[0].path} ({words(task_of(runs[0].config))}) and {run.path} ({words(task_of(run.config))}) are runs of "
+                 "different tasks and cannot be compared")
+    groups, more = grouped(runs)
+    runs = [run for members in groups.values() for run in members]
+    latest, shortest = max(runs, key=lambda run: run.x[0]), min(runs, key=lambda run: run.x[-1])
+    start, end = latest.x[0], shortest.x[-1]
+    if start > end:
+        fail(f"{shortest.path} ends at {amount(end)} {X_AXES[args.x][1]}, before {latest.path} starts at {amount(start)}")
+    rows, pairs = judge(groups, args, start, end)
+    where = f", where the shortest run, {shortest.path}, ends" if any(run.x[-1] > end for run in runs) else ""
+    notes += more + [f"judged up to {amount(end)} {X_AXES[args.x][1]}{where}; a curve keeps its value until its next point"]
+    if min(row["seeds"] for row in rows) < FEWEST_SEEDS:
+        notes.append(f"fewer than {FEWEST_SEEDS} seeds: the intervals are too narrow, and no claim can be made")
+    if len(pairs) > 1:
+        notes.append(f"{len(pairs)} pairs: the intervals are not widened for the number of comparisons")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    text = markdown(rows, pairs, notes, args, end)
+    (out / "comparison.md").write_text(text)
+    write_csv(out / "comparison.csv", rows)
+    write_csv(out / "runs.csv", [
+        {"settings": label, "run": run.path, "seed": run.config["seed"], **run.scores(start, end, args.target),
+         "last_x": run.x[-1], "last_y": run.y[-1]} for label, members in groups.items() for run in members])
+    draw(groups, rows, args, end, out)
+    print(f"{text}\n{out}: comparison.png, comparison.svg, comparison.md, comparison.csv, runs.csv")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
