@@ -1,0 +1,326 @@
+"""One picture of what replay does in a run: what is drawn beside what is held, its age, its drift, what it teaches.
+
+    python eval.py replay runs/NAME                   # writes runs/NAME/replay.png
+
+Reads replay.jsonl and metrics.jsonl, of finished and of running runs alike.
+"""
+import os
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import tyro
+
+from buffer import DriftEstimator
+from viewer import fail, parsed
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
+from matplotlib.colors import LogNorm  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
+
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito's: apart for every colour vision
+BUFFER, DRAWN = ("age", "count", "priority", "mass"), ("age", "weight", "ratio", "clip_fraction", "kl", "signal")
+
+
+def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], int]:
+    """The records of a .jsonl, and how many lines were left out: cut off or not `is_whole`. ([], 0) without a file."""
+    records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            record = parsed(line)
+            if isinstance(record["iteration"], int) and is_whole(record):
+                records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass  # counted by its absence
+    return records, len(lines) - len(records)
+
+
+def is_whole(record: dict) -> bool:
+    """Whether a line of replay.jsonl has all its lists, of numbers, those of one part of one length."""
+    for part, keys in (("buffer", BUFFER), ("drawn", DRAWN)):
+        lists = {key: np.array(record[part][key], np.float64) for key in keys}
+        if len({values.shape for values in lists.values()}) > 1 or not all(
+                np.isfinite(lists[key]).all() for key in ("age", "count") if key in lists):
+            return False
+    return bool(np.isfinite(np.array(record["uses"] + [record["alpha"], record["tau"] or 0], np.float64)).all())
+
+
+def column(records: list[dict], part: str, key: str) -> np.ndarray:
+    """All records' values of one list, joined; None becomes NaN."""
+    return np.array([value for record in records for value in record[part][key]], np.float64)
+
+
+def edges_of(values, most: int, multiple_of: int = 1) -> np.ndarray:
+    """Edges, whole numbers from the smallest value on, of at most `most` bins [edge, next edge) of one width, a multiple.
+
+    >>> edges_of([0, 3, 9], 5), edges_of([7], 5)
+    (array([ 0,  2,  4,  6,  8, 10]), array([7, 8]))
+    """
+    low, high = int(np.min(values)), int(np.max(values))
+    width = -(-(high - low + 1) // (most * multiple_of)) * multiple_of
+    return low + width * np.arange(-(-(high - low + 1) // width) + 1)
+
+
+def age_edges_of(replay: list[dict], ages, most: int) -> np.ndarray:
+    """Bins of whole iterations: what the buffer holds was sampled once an iteration, while draws fall between."""
+    gaps = np.diff(replay[-1]["buffer"]["age"])
+    return edges_of(ages, most, max(1, int(np.median(gaps))) if len(gaps) else 1)
+
+
+def grouped(ages: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """(rows, 5): centre, mean, 10th, 50th and 90th percentile of the values of each bin that has any; NaNs left out."""
+    ages, values = ages[np.isfinite(values)], values[np.isfinite(values)]
+    bins = np.digitize(ages, edges) - 1
+    return np.array([[(edges[index] + edges[index + 1] - 1) / 2, values[bins == index].mean(),
+                      *np.percentile(values[bins == index], (10, 50, 90))] for index in np.unique(bins)]).reshape(-1, 5)
+
+
+def heat(records: list[dict], key: str, age_edges: np.ndarray, iteration_edges: np.ndarray) -> np.ndarray:
+    """(ages, iterations): the mean priority of the entries of a cell, or the mean sampling mass of an iteration there; NaN
+    where the buffer held nothing, or nothing was written."""
+    ages, counts, values = (column(records, "buffer", name) for name in ("age", "count", key))
+    lines = [record["iteration"] for record in records]
+    iterations = np.repeat(lines, [len(record["buffer"]["age"]) for record in records])
+    known = np.isfinite(values)
+
+    def total(weights):
+        return np.histogram2d(ages[known], iterations[known], (age_edges, iteration_edges), weights=weights)[0]
+    held = total(counts[known])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = total((values * counts)[known]) / held if key == "priority" else \
+            total(values[known]) / np.histogram(lines, iteration_edges)[0]
+    return np.where(held > 0, mean, np.nan)
+
+
+def drift(ages: np.ndarray, kl: np.ndarray) -> dict | None:
+    """{c, k0, r2, rows} of KL = k0 + c age by `DriftEstimator`'s weighted least squares; None for a single age."""
+    known = np.isfinite(kl)
+    estimator = DriftEstimator(min_rows=2)
+    estimator.add(ages[known], kl[known])
+    return estimator.fit()
+
+
+def series(metrics: list[dict], key: str) -> tuple[list, list]:
+    """(iterations, values) of a metric, where it has a value."""
+    pairs = [(record["iteration"], record[key]) for record in metrics if isinstance(record.get(key), (int, float))]
+    return [iteration for iteration, _ in pairs], [value for _, value in pairs]
+
+
+# --------------------------------------------------------------------------------------------------------- panels
+# Each draws on `axes` and returns the sentence below it; MissingData's message is written where the picture would be.
+
+
+class MissingData(Exception):
+    pass
+
+
+def age_label(replay) -> str:
+    return f"age ({replay[-1]['age_unit']}s)"
+
+
+def ages_panel(axes, replay, metrics):
+    held_ages, drawn_ages = column(replay, "buffer", "age"), column(replay, "drawn", "age")
+    if not len(drawn_ages):
+        raise MissingData("nothing was drawn yet")
+    edges = age_edges_of(replay, np.concatenate([held_ages, drawn_ages]), 20)
+    held = np.histogram(held_ages, edges, weights=column(replay, "buffer", "count"))[0]
+    drawn = np.histogram(drawn_ages, edges)[0]
+    expected = np.histogram(held_ages, edges, weights=column(replay, "buffer", "mass"))[0]
+    width = edges[1] - edges[0]
+    axes.bar(edges[:-1] + 0.26 * width, held / max(1, held.sum()), 0.46 * width, color=GREY, label="held")
+    axes.bar(edges[:-1] + 0.74 * width, drawn / drawn.sum(), 0.46 * width, color=BLUE, label="drawn")
+    axes.stairs(expected / (expected.sum() or 1), edges, color=ORANGE, linewidth=1.6, label="sampling probability")
+    axes.set(title="Ages drawn, beside ages held", xlabel=age_label(replay), ylabel="share, all iterations")
+    axes.legend()
+    return ("Blue left of grey: freshness works. Equal shapes: age plays no part (tau is long beside these ages). Blue "
+            "should roughly follow the orange line.")
+
+
+def heat_panel(axes, replay, key, title):
+    ages = column(replay, "buffer", "age")
+    if not len(ages):
+        raise MissingData("the buffer was empty in every line of replay.jsonl")
+    age_edges = age_edges_of(replay, ages, 40)
+    iteration_edges = edges_of([record["iteration"] for record in replay], 160)
+    cells = heat(replay, key, age_edges, iteration_edges)
+    top = np.nanpercentile(cells, 99) if np.isfinite(cells).any() else 1
+    norm = LogNorm(top / 100, top, clip=True) if key == "mass" and top > 0 else None
+    mesh = axes.pcolormesh(iteration_edges - 0.5, age_edges, cells, cmap="cividis", norm=norm)
+    axes.figure.colorbar(mesh, ax=axes, pad=0.02)
+    axes.set(title=title, xlabel="iteration", ylabel=age_label(replay), ylim=(age_edges[0], age_edges[-1]))
+    axes.grid(False)
+
+
+def priority_panel(axes, replay, metrics):
+    heat_panel(axes, replay, "priority", "Base priority of what is held")
+    return ("Before age decay. What one iteration sampled runs up a diagonal; bright ones teach more. All dark, late: solved, "
+            "or hopeless.")
+
+
+def mass_panel(axes, replay, metrics):
+    heat_panel(axes, replay, "mass", "Share of the sampling probability")
+    scales = [(line["iteration"], line["tau"] / line["alpha"]) for line in replay if line["tau"] and line["alpha"]]
+    if not scales:
+        return ("Where the draws go. There is no age decay here (tau infinite or alpha 0): brightness follows priority and "
+                "number alone.")
+    beyond = ", above the picture" if scales[-1][1] > axes.get_ylim()[1] else ""
+    axes.plot(*zip(*scales), color=ORANGE, linestyle="--", linewidth=2, scaley=False,
+              label=f"tau/alpha, at the end {scales[-1][1]:.3g}{beyond}")
+    axes.legend(loc="upper left")
+    return ("Where the draws go. It should fade above the dashed line, where an entry's weight has fallen to 1/e; a bright "
+            "top is stale data.")
+
+
+def banded(axes, replay, key, title, ylabel, middle):
+    ages, values = column(replay, "drawn", "age"), column(replay, "drawn", key)
+    if not np.isfinite(values).any():
+        raise MissingData(f"no drawn episode has a {key}")
+    centre, mean, low, median, high = grouped(ages, values, age_edges_of(replay, ages, 24)).T
+    axes.fill_between(centre, low, high, color=BLUE, alpha=0.2, linewidth=0, label="10 to 90 % of episodes")
+    axes.plot(centre, {"mean": mean, "median": median}[middle], color=BLUE, marker="o", markersize=4, label=middle)
+    axes.set(title=title, xlabel=age_label(replay), ylabel=ylabel)
+
+
+def ratio_panel(axes, replay, metrics):
+    banded(axes, replay, "ratio", "Ratio current / sampling policy", "mean token ratio of an episode", "median")
+    axes.axhline(1, color=GREY, linestyle=":")
+    axes.legend()
+    return ("At 1 the policy still gives these tokens the probability they were sampled with. A band that widens with age: "
+            "the data goes stale.")
+
+
+def clip_panel(axes, replay, metrics):
+    banded(axes, replay, "clip_fraction", "Tokens outside the clip range", "share of an episode's tokens", "mean")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    return ("Outside it, a token that the update would push further out gets no gradient. The higher the line climbs with "
+            "age, the less that age still teaches: a shorter tau, or max-age.")
+
+
+def kl_panel(axes, replay, metrics):
+    ages, kl = column(replay, "drawn", "age"), column(replay, "drawn", "kl")
+    if not np.isfinite(kl).any():
+        raise MissingData("no drawn episode has a KL")
+    some = np.linspace(0, len(ages) - 1, min(len(ages), 5000)).astype(int)
+    axes.scatter(ages[some], kl[some], s=5, color=GREY, alpha=0.25, linewidth=0, rasterized=True)
+    centre, mean, *_ = grouped(ages, kl, age_edges_of(replay, ages, 24)).T
+    axes.plot(centre, mean, color=BLUE, marker="o", markersize=4, label="mean")
+    axes.set(title="Drift: KL against age", xlabel=age_label(replay), ylabel="KL(sampling || current) a token, nats",
+             ylim=(0, max(1.5 * mean.max(), np.nanpercentile(kl, 97), 1e-9)))
+    fit, said = drift(ages, kl), "Only one age was drawn: there is no line to fit."
+    if fit:
+        c, ends = fit["c"], np.array([0, ages.max()])
+        axes.plot(ends, fit["k0"] + c * ends, color=ORANGE, label=f"{fit['k0']:.2g} + {c:.2g} age, R² {fit['r2']:.2f}")
+        tokens = sum(series(metrics, "replay/tokens_trained")[1]) / len(ages)
+        an_episode = f", {1 / (c * tokens):.3g} for an episode of {tokens:.0f} tokens" if tokens and c > 0 else ""
+        used = f"{replay[-1]['tau']:.3g}" if replay[-1]["tau"] else "infinite"
+        said = "It does not grow with age." if c <= 0 else \
+            f"1/c is {1 / c:.3g} for a token{an_episode}; the run's tau ends at {used}."
+    axes.legend()
+    return said + " Drawn episodes are not a fair sample: read the slope as a rough size."
+
+
+def ess_panel(axes, replay, metrics):
+    curves = (("replay/ess_token", BLUE, "replayed, a token"), ("replay/ess_sequence", ORANGE, "replayed, a sequence"),
+              ("fresh/ess_token", GREY, "fresh, a token"))
+    if not any(series(metrics, key)[0] for key, _, _ in curves):
+        raise MissingData("metrics.jsonl has no replay/ess_token (an effective sample size)")
+    for key, colour, label in curves:
+        axes.plot(*series(metrics, key), color=colour, label=label)
+    axes.set(title="Effective sample size", xlabel="iteration", ylabel="share of the batch", ylim=(0, 1.05))
+    axes.legend()
+    return ("1: all replayed tokens count alike. Falling: a few with large ratios decide the step. Tokens below about 0.5: "
+            "replay less, or fresher.")
+
+
+def uses_panel(axes, replay, metrics):
+    uses = np.array(replay[-1]["uses"], np.float64)
+    if not uses.sum():
+        raise MissingData("the buffer is empty")
+    bars = axes.bar(range(len(uses)), uses, color=BLUE)
+    axes.bar_label(bars, [f"{share:.0%}" if share else "" for share in uses / uses.sum()], fontsize=8)
+    axes.set(title=f"Uses of what is held, iteration {replay[-1]['iteration']}", xlabel="times drawn", ylabel="entries")
+    axes.set_xticks(range(len(uses)), [*map(str, range(len(uses) - 1)), f"{len(uses) - 1}+"])
+    return ("Much at 0: samples that were paid for and not used. Much at the right end: the same few episodes are learned "
+            "again and again.")
+
+
+def signal_panel(axes, replay, metrics):
+    drawn = [(record["iteration"], np.nanmean(signal)) for record in replay
+             if np.isfinite(signal := column([record], "drawn", "signal")).any()]
+    fresh = series(metrics, "fresh/signal_share")
+    if not drawn and not fresh[0]:
+        raise MissingData("neither file says which rows had an advantage other than 0")
+    axes.plot(*fresh, color=GREY, label="fresh")
+    axes.plot(*zip(*drawn) if drawn else ((), ()), color=BLUE, label="replayed")
+    axes.set(title="Rows that carry signal", xlabel="iteration", ylabel="share of rows", ylim=(-0.03, 1.05))
+    axes.legend()
+    return ("Signal: an advantage other than 0. Grey falls as groups become all right or all wrong; blue above it: replay "
+            "brings signal that fresh samples no longer have.")
+
+
+PANELS = (ages_panel, priority_panel, mass_panel, ratio_panel, clip_panel, kl_panel, ess_panel, uses_panel, signal_panel)
+
+
+def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
+    """All panels as one PNG. `replay` has at least one line; `metrics` may be empty."""
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9.5,
+             "axes.titlesize": 11.5, "axes.titleweight": "bold", "legend.fontsize": 8.5, "legend.framealpha": 0.85}
+    with plt.rc_context(style):
+        figure, grid = plt.subplots(3, 3, figsize=(16, 14))
+        for axes, panel in zip(grid.flat, PANELS):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            try:
+                sentence = panel(axes, replay, metrics)
+            except MissingData as why:
+                axes.set_axis_off()
+                axes.set_title(panel.__name__.removesuffix("_panel").capitalize())
+                sentence = f"No picture: {why}."
+            axes.text(0, -0.19, textwrap.fill(sentence, 68), transform=axes.transAxes, va="top", fontsize=9.5, color="#333333")
+        figure.suptitle(title, x=0.05, y=0.985, ha="left", fontsize=14)
+        figure.subplots_adjust(left=0.05, right=0.98, top=0.93, bottom=0.09, wspace=0.2, hspace=0.55)
+        temporary = out.with_name(f".{out.name}.tmp")
+        figure.savefig(temporary, dpi=120, format="png")
+        plt.close(figure)
+    os.replace(temporary, out)
+
+
+@dataclass
+class ReplayArgs:
+    """Draw what replay does in a run."""
+    run: Annotated[str, tyro.conf.Positional]
+    """Folder of the run."""
+    out: str | None = None
+    """The file to write. None: replay.png in the run's folder."""
+
+
+def main(argv: list[str]) -> Path:
+    args = tyro.cli(ReplayArgs, args=argv, prog="eval.py replay")
+    run = Path(args.run)
+    if not run.is_dir():
+        fail(f"{run} is not a folder: give the folder of a run, such as runs/NAME")
+    if not (run / "replay.jsonl").is_file():
+        fail(f"{run} has no replay.jsonl: it ran with --replay none, did not replay yet, or is older than that file")
+    replay, broken = read_lines(run / "replay.jsonl", is_whole)
+    metrics, also_broken = read_lines(run / "metrics.jsonl")
+    if not replay:
+        fail(f"{run}/replay.jsonl holds no whole line ({broken} broken)")
+    out = Path(args.out or run / "replay.png")
+    if not out.parent.is_dir():
+        fail(f"--out {out}: the folder {out.parent} does not exist")
+    last, drawn = replay[-1], len(column(replay, "drawn", "age"))
+    tau = f"{last['tau']:.3g}" if last["tau"] else "infinite"
+    left_out = f", broken lines left out: {broken + also_broken}" if broken + also_broken else ""
+    plot_replay(replay, metrics, f"Replay in {run.resolve().name}: {drawn:,} draws up to iteration {last['iteration']}, "
+                f"tau {tau}, alpha {last['alpha']:.3g}, ages in {last['age_unit']}s{left_out}", out)
+    print(f"{out}: {drawn:,} draws in {len(replay)} iterations{left_out}")
+    return out
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
