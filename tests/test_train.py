@@ -212,7 +212,7 @@ def test_eval_gives_the_number_of_the_training_run(run):
     result = json.loads((run / "eval.json").read_text())
     assert result["success"] == metrics_of(run)[-1]["eval/success"]
     assert result["success_low"] <= result["success"] <= result["success_high"] and "95 %" in done.stdout
-    for flags, words in (([run / "checkpoints"], "is not a run"), ([run, "--temperature", "0"], "--temperature 0")):
+    for flags, words in (([run / "checkpoints"], "is not a run"), ([run, "--temperature", "-1"], "--temperature -1")):
         wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), *map(str, flags)], capture_output=True, text=True)
         assert wrong.returncode == 2 and words in wrong.stderr
 
