@@ -96,8 +96,9 @@ class BoardGame:
 
     def observation(self, first: bool = False) -> str:
         """The board; for the tiny policy hints, and the board no more often than needed, its context being short."""
-        if self.prompt == "full":
-            return self.render()
+        if self.prompt == "full":  # said every turn: small models forget the format
+            return self.render() + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
+                f" or <answer>{self.moves[-1]}</answer>:"
         board = self.tiny_board == "always" or first and self.tiny_board == "first"
         return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
 
@@ -105,9 +106,7 @@ class BoardGame:
         move = parse_answer(answer, self.moves)
         score, done = self.play(move)  # None is a turn without a move, so that rambling is never better than playing
         self.info["true_return"] += score
-        complaint = "" if move is not None else "No valid answer.\n" if self.prompt == "tiny" else \
-            "No valid answer. Answer with one move, like <answer>Left</answer>.\n"
-        return complaint + self.observation(), score, done, move is not None
+        return ("" if move is not None else "No valid answer.\n") + self.observation(), score, done, move is not None
 
     def scripted_answer(self, rng, skill: float) -> str:
         """A best move with probability `skill`, else any move that changes the board, bad ones included."""

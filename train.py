@@ -482,7 +482,8 @@ def make_learner(args: Args, policy) -> Learner:
 
     def prepared(module, lr):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return accelerator.prepare(module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+        return accelerator.prepare(module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                                             fused=True))
 
     reference = None
     if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters

@@ -42,6 +42,7 @@ from smollm2 import smollm2_folder  # noqa: E402
 
 CACHE = Path("~/.cache/freshreplay")
 LEARNING_RATE = 1e-5
+SECTIONS = ("trl", "turns", "profile", "padding")
 
 # ------------------------------------------------------------------------------- tasks of equal length on both sides
 
@@ -417,21 +418,25 @@ def padding():
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["trl", "turns", "profile", "padding"], help="some of these")
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(SECTIONS)}; without any, all")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=2, help="processes a side")
     parser.add_argument("--iterations", type=int, default=3, help="measured iterations a process")
     parser.add_argument("--warmup", type=int, default=1, help="iterations before them")
     parser.add_argument("--side", choices=("freshreplay", "trl"), help="run one side here and print JSON")
     args = parser.parse_args()
+    unknown = set(args.sections) - set(SECTIONS)
+    if unknown:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    sections = args.sections or SECTIONS
     if args.side:
         print(json.dumps(one_side(args.side, CASES[args.cases[0]], args.iterations)))
         sys.exit()
-    if "trl" in args.sections:
+    if "trl" in sections:
         against_trl(args.cases, args.rounds, args.iterations, args.warmup)
-    if "turns" in args.sections:
+    if "turns" in sections:
         kept_turns(args.rounds + 1)
-    if "profile" in args.sections:
+    if "profile" in sections:
         profile(args.iterations)
-    if "padding" in args.sections:
+    if "padding" in sections:
         padding()

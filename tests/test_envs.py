@@ -477,7 +477,7 @@ def test_the_last_box_scores_ten_more_and_ends_the_game():
     message, score, done, valid = env.step(answer("Right"))
     assert (round(score, 10), done, valid, env.success) == (10.9, True, True, True)
     assert env.info == {"true_return": pytest.approx(5 * -0.1 + 2 + 10), "boxes_on_target": 2}
-    assert message == "# # # # # # #\n# _ _ √ _ _ #\n# _ _ P √ _ #\n# # # # # # #"
+    assert message.startswith("# # # # # # #\n# _ _ √ _ _ #\n# _ _ P √ _ #\n# # # # # # #\n\nYour move")
 
 
 def test_two_boxes_in_a_row_and_boxes_at_a_wall_do_not_move():

@@ -1,3 +1,4 @@
+import itertools
 import numpy as np
 import pytest
 import torch
@@ -74,6 +75,22 @@ def test_temperature_divides_the_logits():
     hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])  # logits (2, 0)
     logprob, _ = token_logprobs_from_hidden(hidden, head, torch.tensor([0]), 0.5)
     assert logprob.item() == pytest.approx(-0.01815, abs=1e-5)  # log sigmoid(4), not log sigmoid(2) = -0.1269
+
+
+def test_micro_batches_pad_least_of_all_ways_to_cut_the_sorted_rows():
+    rng = np.random.default_rng(0)
+    for trial in range(60):
+        lengths = rng.integers(1, 12, size=rng.integers(1, 9)).tolist()
+        budget, most = int(rng.integers(5, 40)), [None, 2][trial % 2]
+        ordered, best = sorted(lengths, reverse=True), np.inf
+        for cuts in itertools.product((False, True), repeat=len(lengths) - 1):
+            edges = [0, *[place + 1 for place, cut in enumerate(cuts) if cut], len(lengths)]
+            parts = [ordered[a:b] for a, b in zip(edges, edges[1:])]
+            if all(len(part) == 1 or (len(part) * part[0] <= budget and len(part) <= (most or 99)) for part in parts):
+                best = min(best, sum(len(part) * part[0] + budget / 16 for part in parts))
+        found = micro_batches(lengths, budget, most)
+        assert sorted(sum(found, [])) == list(range(len(lengths)))
+        assert sum(len(batch) * lengths[batch[0]] + budget / 16 for batch in found) == pytest.approx(best)
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
