@@ -29,7 +29,7 @@ test-vllm: .venv-vllm/installed
 
 # the numbers that the configs promise: run again, and say which moved
 numbers: .venv/installed
-	.venv/bin/python studies/numbers.py
+	.venv/bin/python studies/promises.py
 
 .venv/bin/python .venv-vllm/bin/python:
 	$(PYTHON) -m venv $(firstword $(subst /, ,$@)) || { rm -rf $(firstword $(subst /, ,$@)); \

@@ -187,10 +187,11 @@ class RunLog:
     """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
     lines where there is no terminal."""
 
-    def __init__(self, run: Path, args, done: int):
+    def __init__(self, run: Path, args, done: int, source: str = ""):
+        """`done`: iterations of the run that is gone on with; `source`: a sentence on the problems, for config.yaml."""
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(yaml.safe_dump(
+        (run / "config.yaml").write_text(f"# {' '.join(source.split())}\n" + yaml.safe_dump(
             {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
         for name in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):  # drop what was written after the checkpoint
             path = run / name

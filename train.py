@@ -574,7 +574,8 @@ def main(args: Args) -> dict:
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
     engine = make_engine(args, learner.policy, chat, folder)
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
-    log = RunLog(run, args, state["iteration"])
+    source = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
+    log = RunLog(run, args, state["iteration"], source())
 
     def step_on(episodes, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""

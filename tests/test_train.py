@@ -189,6 +189,7 @@ def test_what_a_run_leaves(run):
     assert any(line["replay/grad_norm"] for line in lines) and any(line["replay/age_mean"] for line in lines)
     clock = [key for line in lines for key in line if key.endswith(("_s", "_mb", "per_s", "seconds"))]
     assert all(key.startswith("time/") for key in clock)
+    assert "Train and held-out problems" in (run / "config.yaml").read_text().splitlines()[0]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert set(config) == {field.name for field in train_module.fields(Args)} - {"resume"}
     episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
@@ -514,3 +515,22 @@ def test_curves_go_to_tensorboard(tmp_path, quick_flags, capsys):
     rewards = [(event.step, event.value) for event in events.Scalars("fresh/reward")]
     assert rewards == [(line["iteration"], pytest.approx(line["fresh/reward"])) for line in metrics_of(tmp_path / "board")]
     assert "iteration 1/2" not in capsys.readouterr().out
+
+
+def test_wandb_offline_gets_the_namespaces_and_the_episodes(tmp_path, quick_flags, monkeypatch):
+    import wandb
+    logged = []
+    real = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **settings: logged.append(settings) or real(**settings))
+    flags = [flag if flag != "off" else "offline" for flag in quick_flags]
+    train_module.main(parse_args([*flags, "--runs-dir", str(tmp_path), "--name", "w", "--iterations", "2", "--quiet", "true"]))
+    settings, = logged
+    assert settings["mode"] == "offline" and settings["config"]["env_options"] == {"prompt": "tiny"}
+    assert set(settings["config"]) == {field.name for field in train_module.fields(Args)}
+    folder, = (tmp_path / "w" / "wandb").glob("offline-run-*")
+    summary = json.loads((folder / "files" / "wandb-summary.json").read_text()) if (
+        folder / "files" / "wandb-summary.json").exists() else None
+    assert list(folder.glob("*.wandb")) and (summary is None or summary["iteration"] == 2)
+    spaces = {key.split("/")[0] for key in metrics_of(tmp_path / "w")[-1] if "/" in key}
+    assert spaces == {"fresh", "replay", "buffer", "problems", "eval", "time", "task"}
+    assert any("episodes" in path.name for path in folder.rglob("*.table.json"))

@@ -1,7 +1,7 @@
 """The numbers that the configs promise, run again: which moved? Minutes a config on two cores.
 
-    python studies/numbers.py                               # every config with an `# expect:` line
-    python studies/numbers.py configs/frozenlake_tiny.yaml
+    python studies/promises.py                               # every config with an `# expect:` line
+    python studies/promises.py configs/frozenlake_tiny.yaml
 
 A config promises by a line such as `# expect: final_success 0.914 of 512 (seed 0)`: the key of summary.json, its value,
 and the number of held-out problems. On one machine a seed gives the same digits every time; elsewhere other kernels
