@@ -282,7 +282,7 @@ class Args:
     eval_problems: int = 512
     """Held-out problems, one episode each, the same for every method and seed."""
     eval_temperature: float = 1.0
-    """Sampling temperature in evaluation."""
+    """Sampling temperature in evaluation; 0 is greedy."""
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
@@ -352,10 +352,10 @@ TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "pre
 ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
               "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
               "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature",
-              "eval_temperature", "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau",
+              "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau",
               "beta_steps", "advantage_clip", "context_length", "value_clip", "dual_clip", "eps_low", "eps_high")
-NOT_NEGATIVE = ("replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty", "transcripts", "kl_coef",
-                "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
+NOT_NEGATIVE = ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
+                "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
 SHARES = ("engine_memory", "warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
 MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "lr_steps", "warmup_steps",
                         "max_grad_norm", "critic_lr", "eval_every", "checkpoint_every", "keep_checkpoints", "wandb",
@@ -529,12 +529,10 @@ def main(args: Args) -> dict:
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.resume and not checkpoints(run):
         fail(f"{run} has no checkpoint to go on from")
-    if not args.resume:
-        try:
-            run.mkdir(parents=True)
-        except FileExistsError:
-            fail(f"{run} exists already: choose another --name, or " +
-                 (f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)"))
+    taken = f"{run} exists already: choose another --name, or " + (
+        f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)")
+    if run.exists() and not args.resume:
+        fail(taken)
 
     make_env = make_env_factory(args.env, args.env_options)
     try:
@@ -574,6 +572,11 @@ def main(args: Args) -> dict:
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
     engine = make_engine(args, learner.policy, chat, folder)
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
+    if not args.resume:
+        try:
+            run.mkdir(parents=True)  # not earlier: a start that fails leaves nothing behind
+        except FileExistsError:
+            fail(taken)
     source = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
     log = RunLog(run, args, state["iteration"], source())
 
