@@ -28,7 +28,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
 
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
-                 "keep_checkpoints", "eval_every", "max_env_error_frac"}  # places and logging: no part of the method
+                 "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
+                 "shared_folder"}  # places and logging: no part of the method
+TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
           "seconds": ("time/iteration_s", "seconds"), "compute": ("compute/flops", "floating-point operations")}
 SUMMED = ("seconds", "compute")  # logged for each iteration; the other axes are logged as totals
@@ -184,7 +186,7 @@ def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
 
     differing = [key for key in runs[0].config if key in shared and len(set(kinds([key]))) > 1]
     names = list(differing)  # as few as tell the groups apart
-    for key in reversed(differing):
+    for key in sorted(reversed(differing), key=lambda key: key in TELLING):  # what says most is dropped last
         fewer = [name for name in names if name != key]
         names = fewer if len(set(kinds(fewer))) == len(set(kinds(differing))) else names
     for run in runs:

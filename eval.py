@@ -38,7 +38,7 @@ from rich.progress import Progress
 
 from compare import bootstrap_interval, whole_lines
 from envs import MissingData, make_env_factory
-from models import Chat, load_policy, policy_folder
+from models import Chat, load_policy, policy_folder, up_to
 from rollout import collect, guarded
 from runs import checkpoints, episode_record, fail, finite_or_none
 
@@ -272,6 +272,8 @@ def settings(arguments: EvalArgs, run: Path | None):
         what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
         fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")
     options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
+    if arguments.source == "tiny":
+        options = {"prompt": "tiny"} | options  # as train.py does
     names = {each.name for each in fields(Args)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     return Args(**{key: value for key, value in config.items() if key in names} | given
@@ -330,7 +332,7 @@ def main(arguments: EvalArgs) -> dict:
     """Plays what is not on disk yet, writes eval.json and prints it."""
     folder, run, home = find(arguments.source)
     args, n, ks = settings(arguments, run), arguments.samples, sorted(set(arguments.k))
-    count, temperature = args.eval_problems, args.eval_temperature
+    count, temperature = 512 if args.eval_problems is None else args.eval_problems, args.eval_temperature
     for name, value in (("problems", count), ("samples", n), ("parallel-episodes", args.parallel_episodes),
                         ("k", min(ks, default=1))):
         if value < 1:
@@ -341,7 +343,9 @@ def main(arguments: EvalArgs) -> dict:
         fail(f"--k {max(ks)} needs as many samples of a problem, and --samples is {n}: raise --samples or lower --k")
     try:
         make_env = make_env_factory(args.env, args.env_options)
-        problem_ids = [int(id) for id in make_env().problems("heldout", count)]
+        problem_ids = list(map(int, up_to(make_env(), "heldout", count) if args.eval_problems is None else
+                               make_env().problems("heldout", count)))
+        count = len(problem_ids)
         if folder in ("tiny", "smollm2"):
             args.model = folder
             folder = policy_folder(args, make_env())
@@ -353,7 +357,7 @@ def main(arguments: EvalArgs) -> dict:
     log = out.with_name(f"{out.stem}_episodes.jsonl")
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "dtype")}, "temperature": temperature}
-    task = [inspect.getsource(kind) for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
+    task = [Path(inspect.getfile(kind)).read_text() for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in (whole_lines(log) if log.exists() else [])
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again
@@ -364,7 +368,8 @@ def main(arguments: EvalArgs) -> dict:
         terminal = Console().is_terminal
         with Progress(transient=True, disable=not terminal) as progress, open(log, "a") as file:
             bar = progress.add_task("episodes", total=n * count, completed=n * count - len(todo))
-            file.write("\n" if file.tell() else "")  # the last line may be cut
+            if file.tell() and not log.read_bytes().endswith(b"\n"):  # the last line was cut
+                file.write("\n")
             for lines in played(args, folder, make_env, problem_ids, todo, arguments.transcripts):
                 file.write("".join(json.dumps(finite_or_none(line | {"key": key})) + "\n" for line in lines))
                 file.flush()

@@ -54,34 +54,45 @@ class Chat:
 
     def plain(self, text: str) -> str:
         """A message in which nothing reads as a special token: those are broken by a space."""
-        for special in self.specials:
+        for special in sorted(self.specials, key=lambda special: (-len(special), special)):
             text = text.replace(special, f"{special[:1]} {special[1:]}")
         return text
 
     def start(self, message: str) -> list[int]:
         return self.tokenize(self.render(self.plain(message)))
 
+    def after_answer(self) -> list[int]:
+        """What the template writes after an assistant's text that is the last one."""
+        return self.tokenize(self.render("x", self.MARKER, start=False).split(self.MARKER, 1)[1])
+
     def follow(self, message: str, last_token: int) -> list[int]:
         """Tokens between an answer that ended in `last_token` and the next one: what the template writes after an
         assistant's text, then the new message. A stop token that was sampled is not written twice."""
         tokens = self.tokenize(self.render("x", self.MARKER, self.plain(message)).split(self.MARKER, 1)[1])
-        return tokens[1:] if tokens[0] == last_token else tokens
+        after = self.after_answer()
+        ended = last_token in after and self.tokenizer.convert_ids_to_tokens(last_token) in self.specials
+        return tokens[after.index(last_token) + 1:] if ended else tokens
 
     def stop_ids(self, generation_config=None) -> list[int]:
-        """Tokens that end an answer: the tokenizer's and the model's end of text, and what the template writes after one."""
+        """Tokens that end an answer: the tokenizer's and the model's end of text, and the first special one that the template
+        writes after an answer."""
         ends = [self.tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)]
         ids = {id for end in ends if end is not None for id in (end if isinstance(end, list) else [end])}
-        after = self.tokenize(self.render("x", self.MARKER, start=False).split(self.MARKER, 1)[1])
-        return sorted(ids | {id for id in after[:1] if self.tokenizer.convert_ids_to_tokens(id) in self.specials})
+        special = [id for id in self.after_answer() if self.tokenizer.convert_ids_to_tokens(id) in self.specials]
+        return sorted(ids | set(special[:1]))
 
     def rewritten_history(self) -> str | None:
         """Why the template does not leave a played conversation as it was sampled, or None if it does."""
-        answer = f"<think>\na thought\n</think>\n\n{self.MARKER}"
-        start, played = self.render("x"), self.render("x", answer, "y")
-        if not played.startswith(start):
-            return f"it begins an answer with {start[-40:]!r} and later shows that answer without it"
-        if answer not in played:
-            return "it drops the thinking of earlier answers"
+        talk = ["x", "<think>\na thought\n</think>\n\nfirst", "y", "second", "z", "<think>\na thought\n</think>\n\nthird", "w"]
+        before = self.render("x")
+        for played in (3, 5, 7):
+            now = self.render(*talk[:played])
+            if not now.startswith(before):
+                return f"it begins an answer with {before[-40:]!r} and later shows that answer otherwise"
+            if not now.startswith(before + talk[played - 2]):
+                thinking = "</think>" in talk[played - 2] and "</think>" not in now[len(before):]
+                return "it drops the thinking of earlier answers" if thinking else "it shows earlier answers otherwise than given"
+            before = now
         return None
 
 
@@ -271,13 +282,20 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
 
 
 def up_to(env, split: str, count: int) -> list[int]:
-    """`count` problems, or fewer where the task has no more (halved until it has)."""
+    """`count` problems, or all there are where the task has fewer."""
     try:
         return env.problems(split, count)
     except ValueError:
         if count < 2:
             raise
-        return up_to(env, split, count // 2)
+    enough, missing = 1, count  # the largest count that the task has, by bisection
+    while missing - enough > 1:
+        try:
+            env.problems(split, (enough + missing) // 2)
+            enough = (enough + missing) // 2
+        except ValueError:
+            missing = (enough + missing) // 2
+    return env.problems(split, enough)
 
 
 def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count):
@@ -334,4 +352,18 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32):
         raise ValueError(f"the tokenizer of {path} has no pad token; set tokenizer.pad_token and save it again")
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer of {path} has no chat template; take an instruct model, or set tokenizer.chat_template")
+    check_head(model, path)
     return model.eval(), tokenizer
+
+
+@torch.no_grad()
+def check_head(model, path):
+    """Log-probs are taken from the last hidden state and the output matrix alone. ValueError for a model that does more to its
+    logits (scales or caps them): its ratios would look right while another policy was trained."""
+    model.eval()
+    tokens_1T = torch.arange(8)[None].to(model.device) % model.config.get_text_config().vocab_size
+    ours_V = model.get_output_embeddings()(model.get_decoder()(input_ids=tokens_1T).last_hidden_state[0, -1]).float()
+    theirs_V = model(input_ids=tokens_1T).logits[0, -1].float()
+    if not torch.allclose(ours_V, theirs_V, rtol=1e-2, atol=1e-2):
+        raise ValueError(f"{path}: this kind of model ({type(model).__name__}) scales or caps its logits, which the log-probs "
+                         "here do not know; take another model, or teach models.token_logprobs and HFEngine.draw what it does")

@@ -5,6 +5,8 @@ weights) and `close`. HFEngine is here, vLLM's two in vllm_engine.py. What it sa
 trained on: tokens go in and come out, nothing is tokenised twice, and the behaviour log-probs come from the very
 forward pass that sampled.
 """
+import json
+import math
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -93,7 +95,11 @@ class HFEngine:
         """`decode` (token ids -> text) is needed for stop strings only."""
         self.model, self.stop_ids, self.pad_id, self.decode = model, set(stop_ids), pad_id, decode
         text = model.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+        kinds = set(getattr(text, "layer_types", None) or
+                    ["sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"])
+        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+        if rope in ("dynamic", "longrope"):
+            raise ValueError(f"--engine hf keeps keys between turns, which {rope} position embeddings change: use --engine vllm")
         if kinds != {"full_attention"} or text._attn_implementation != "sdpa":
             raise ValueError(f"--engine hf keeps keys and values of full attention through sdpa; this model has {sorted(kinds)} "
                              f"through {text._attn_implementation}: use --engine vllm")
@@ -121,6 +127,10 @@ class HFEngine:
         conversations that are missing from `ids` leave the cache. What a sequence gets depends on its seed and its
         length, not on its neighbours in the batch. Temperature 0 is greedy; log-probs are then those at 1.
         """
+        if not ids:
+            return []
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"a conversation stands twice in ids {ids}")
         self.model.eval()
         uniform_BT = np.stack([np.random.default_rng([seed, len(sequence)]).random(max_new_tokens)
                                for seed, sequence in zip(seeds, sequences)])
@@ -162,7 +172,7 @@ class HFEngine:
         return token_S1.squeeze(1).tolist(), logprob_S.tolist()
 
     def ends_with(self, tokens: list[int], stop: tuple[str, ...]) -> bool:
-        tail = self.decode(tokens[-max(map(len, stop)) - 4:])  # a token is a character or more
+        tail = self.decode(tokens[-max(len(string.encode()) for string in stop) - 16:])  # a token is a byte or more; 16: specials
         return any(string in tail for string in stop)
 
     def read(self, ids, sequences) -> torch.Tensor:
@@ -264,6 +274,31 @@ def guarded(call, *arguments):
         return None, traceback.format_exc(limit=-3)
 
 
+def text_of(message) -> str:
+    if not isinstance(message, str):
+        raise TypeError(f"a message must be a str, not {message!r}")
+    message.encode()  # a lone surrogate is an error here
+    return message
+
+
+def begin(env, problem_id, seed) -> str:
+    return text_of(env.reset(int(problem_id), int(seed)))
+
+
+def step(env, answer: str) -> tuple[str, float, bool, bool, bool]:
+    """(message, score, done, valid, success) of a turn, checked."""
+    message, score, done, valid = env.step(answer)
+    score = float(score)
+    if not math.isfinite(score) or abs(score) > 1e30:
+        raise ValueError(f"the score {score} is not finite")
+    return text_of("" if message is None and done else message), score, bool(done), bool(valid), bool(env.success == 1)
+
+
+def told(env) -> dict:
+    """The task's own `info` as JSON knows it."""
+    return json.loads(json.dumps(dict(getattr(env, "info", {})), default=lambda value: value.tolist(), allow_nan=False))
+
+
 def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
          policy_step, iteration, context_length):
     """`collect` of one batch of episodes."""
@@ -273,12 +308,12 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
     infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "context_full": False,
               "overlong": False, "env_error": ""} for _ in envs]
     firsts = []
-    for info, (message, error) in zip(infos, each(lambda env, problem, seed: guarded(env.reset, problem, seed),
+    for info, (message, error) in zip(infos, each(lambda env, problem, seed: guarded(begin, env, problem, seed),
                                                   envs, problem_ids, seeds)):
         info["env_error"] = error
         firsts.append(message if not error else "(the environment failed)")
     transcripts = [[{"role": "user", "content": message}] for message in firsts]
-    tokens = [chat.start(message) for message in firsts]
+    tokens = [chat.start(message)[:context_length] for message in firsts]  # one that is too long is never played
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
     turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
@@ -292,10 +327,10 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
                                       max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())))
         answers = [chat.text(completion.tokens) for completion in completions]
-        results = each(lambda i, answer: guarded(envs[i].step, answer), playing, answers)
+        results = each(lambda i, answer: guarded(step, envs[i], answer), playing, answers)
         still_playing = []
         for i, completion, answer, (result, error) in zip(playing, completions, answers, results):
-            message, score, done, valid = result or ("(the environment failed)", 0.0, True, True)
+            message, score, done, valid, success = ("(the environment failed)", 0.0, True, True, False) if error else result
             tokens[i] += completion.tokens
             masks[i] += [True] * len(completion.tokens)
             logprobs[i] += completion.logprobs
@@ -309,14 +344,15 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
             info["length_stops"] += cut
             info["overlong"] = cut  # of the last turn
             info["env_error"] = error
-            info["success"] = bool(envs[i].success) and not error
+            info["success"] = success
             if done:
                 continue
-            follow = chat.follow(message, completion.tokens[-1])
-            fits = len(tokens[i]) + len(follow) + max_new_tokens <= context_length
-            if turn + 1 == max_turns or not fits:
+            if turn + 1 == max_turns:
                 info["truncated"] = True
-                info["context_full"] = turn + 1 < max_turns
+                continue
+            follow = chat.follow(message, completion.tokens[-1])
+            if len(tokens[i]) + len(follow) + max_new_tokens > context_length:
+                info["truncated"] = info["context_full"] = True
                 continue
             tokens[i] += follow
             masks[i] += [False] * len(follow)
@@ -327,7 +363,9 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
         pool.shutdown()
     for env, info in zip(envs, infos):
         info["overlong"] |= info["context_full"]
-        info |= {key: value for key, value in getattr(env, "info", {}).items() if key not in info}
+        own, error = guarded(told, env)
+        info["env_error"] = info["env_error"] or error
+        info |= {key: value for key, value in (own or {}).items() if key not in info}
     episodes = [
         Episode(tokens=np.array(tokens[i], np.int32), action_mask=np.array(masks[i], bool),
                 behavior_logprobs=np.array(logprobs[i], np.float32), advantages=np.zeros(len(tokens[i]), np.float32),

@@ -32,6 +32,8 @@ def finite_or_none(value):
     """JSON has no NaN, no infinity and no NumPy numbers."""
     if isinstance(value, dict):
         return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -195,8 +197,9 @@ class RunLog:
             {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
         for name in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):  # drop what was written after the checkpoint
             path = run / name
-            lines = path.read_text().splitlines() if path.exists() else []
-            path.write_text("".join(line + "\n" for line in lines if written_by(line, done)))
+            if path.exists():
+                lines = path.read_text().splitlines()
+                path.write_text("".join(line + "\n" for line in lines if written_by(line, done)))
         self.wandb = self.start_wandb() if args.track == "wandb" and args.wandb != "off" else None
         self.tensorboard = None
         if args.track == "tensorboard":
@@ -243,7 +246,8 @@ class RunLog:
             self.successes.append(metrics["eval/start_success"])
         if metrics["eval/success"] is not None:
             self.successes.append(metrics["eval/success"])
-        numbers = {"reward": form("fresh/reward", ".2f"), "held-out": f"{self.successes[-1]:.3f}",
+        new = metrics["eval/success"] is not None or self.live
+        numbers = {"reward": form("fresh/reward", ".2f"), "held-out": f"{self.successes[-1]:.3f}" if new else "-",
                    "age": form("replay/age_mean", ".0f"), "ESS": form("replay/ess_token", ".2f"),
                    "signal": form("fresh/signal_share", ".0%"), "tokens/s": form("time/tokens_per_s", ",.0f")}
         if self.live:
@@ -298,4 +302,5 @@ class RunLog:
         print(f"held-out success on {summary['heldout_problems']} problems: {summary['start_success']:.3f} at the start, "
               f"{summary['final_success']:.3f} at the end, {summary['best_success']:.3f} at best; {summary['episodes']} "
               f"episodes, {summary['steps']} optimiser steps, {summary['minutes']} minutes\n"
-              f"look at it: python eval.py replay {self.run}; python eval.py show {self.run}")
+              "look at it: " + (f"python eval.py replay {self.run}; " if (self.run / "replay.jsonl").exists() else "") +
+              f"python eval.py show {self.run}")

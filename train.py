@@ -19,6 +19,7 @@ import difflib
 import importlib.util
 import inspect
 import math
+import re
 import sys
 import time
 import zlib
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal, Union
 
+import jinja2
 import numpy as np
 import torch
 import tyro
@@ -37,7 +39,7 @@ import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
 from envs import MissingData, load_env, make_env_factory
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
-from models import Chat, Critic, load_policy, policy_folder
+from models import Chat, Critic, load_policy, policy_folder, up_to
 from rollout import HFEngine, collect
 from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, replay_record, save_checkpoint)
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
@@ -62,8 +64,8 @@ class Args:
     iterations: int = 30
     """RL iterations: sample, update, replay."""
     resume: str | None = None
-    """Run folder to go on from its last checkpoint, with its own config. Iterations, learning rates, evaluation and logging
-    may be changed by flags."""
+    """Run folder to go on from its last checkpoint, with its own config. Iterations, learning rates, how often it is evaluated
+    and logging may be changed by flags."""
     checkpoint_every: int = 20
     """Iterations between checkpoints; the last iteration is always saved. 0: only the last."""
     keep_checkpoints: int = 2
@@ -106,8 +108,8 @@ class Args:
     """Turns after which an episode is cut."""
     format_penalty: float = 0.15
     """Taken off the training reward, not off the score, for each turn without a valid answer."""
-    train_problems: int = 1536
-    """Number of different training problems."""
+    train_problems: int | None = None
+    """Number of different training problems. None: 1,536, or all that the task has."""
     max_env_error_frac: float = 0.1
     """The run ends when more than this share of an iteration's environments raise in a step; each costs its episode."""
 
@@ -236,7 +238,7 @@ class Args:
     """Entries the buffer holds."""
     tau: Union[float, Literal["auto"]] = 30.0
     """Age, in --age-unit, at which a priority has fallen to 1/e (the weight in the draw falls more slowly, with tau/alpha).
-    auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age."""
+    auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age of whole episodes, at least 1."""
     alpha: float = 0.6
     """Exponent of the priority; 0 draws uniformly."""
     priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"
@@ -279,8 +281,8 @@ class Args:
     # ---- evaluation
     eval_every: int = 5
     """Iterations between evaluations; the start and the end are always evaluated. 0: only those."""
-    eval_problems: int = 512
-    """Held-out problems, one episode each, the same for every method and seed."""
+    eval_problems: int | None = None
+    """Held-out problems, one episode each, the same for every method and seed. None: 512, or all that the task has."""
     eval_temperature: float = 1.0
     """Sampling temperature in evaluation; 0 is greedy."""
 
@@ -292,7 +294,7 @@ def config_flags(path: Path) -> list[str]:
     """The keys of a YAML file as command-line flags; exits with 2 on a key that is not a field of Args."""
     try:
         config = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         fail(f"cannot read the config {path}: {error}")
     if not isinstance(config, dict):
         fail(f"{path}: a config is a list of `key: value` lines, not a {type(config).__name__}")
@@ -301,6 +303,8 @@ def config_flags(path: Path) -> list[str]:
         if key.replace("-", "_") not in names:
             near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
             fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
+        if key.replace("-", "_") == "resume":
+            fail(f"{path}: resume is for the command line: python train.py --resume runs/NAME")
         if key.replace("-", "_") == "env_options":
             if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
                 fail(f"{path}: env_options must be a mapping of single values, such as {{size: 8}}, not {value}")
@@ -317,6 +321,8 @@ def parse_args(argv: list[str]) -> Args:
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
     flags = [{"true": "True", "false": "False"}.get(word, word) for word in argv[len(words):]]
     given = {token[2:].split("=")[0].replace("-", "_") for token in flags if token.startswith("--")}
+    if not words and any(word.endswith((".yaml", ".yml")) for word in flags):
+        fail("the config comes first: python train.py CONFIG.yaml --flag value ...")
     for name in sorted(given & TRUNCATING):
         fail(f"--{name.replace('_', '-')} is not offered: it samples from a part of the vocabulary, and log-probs over the whole "
              "of it would then be wrong in every ratio; lower --temperature instead")
@@ -338,9 +344,11 @@ def parse_args(argv: list[str]) -> Args:
         if stop.code and from_config:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
+    before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
+    if "env_options" in given and "env" not in given:
+        args.env_options = before.env_options | args.env_options  # an option from the command line leaves the config's others
     in_config = {token[2:].replace("-", "_") for token in from_config if token.startswith("--")}
     if resumed:
-        before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
         for name in sorted(given - MAY_CHANGE_ON_RESUME):
             if getattr(before, name, None) != getattr(args, name, None):
                 fail(f"--{name.replace('_', '-')} is {getattr(before, name)} in {config} and cannot become {getattr(args, name)} "
@@ -356,6 +364,7 @@ ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iterati
               "beta_steps", "advantage_clip", "context_length", "value_clip", "dual_clip", "eps_low", "eps_high")
 NOT_NEGATIVE = ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
                 "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
+MAY_BE_INFINITE = ("tau", "max_grad_norm")
 SHARES = ("engine_memory", "warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
 MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "lr_steps", "warmup_steps",
                         "max_grad_norm", "critic_lr", "eval_every", "checkpoint_every", "keep_checkpoints", "wandb",
@@ -376,18 +385,26 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
                                (SHARES, lambda value: 0 <= value <= 1, "between 0 and 1")):
         for name in names:
             value = getattr(args, name)
-            if value not in (None, "auto") and not fine(value):
-                fail(f"{flag(name)} must be {words}")
+            if value not in (None, "auto") and not (fine(value) and (math.isfinite(value) or name in MAY_BE_INFINITE)):
+                fail(f"{flag(name)} must be {words}" + ("" if name in MAY_BE_INFINITE else " and finite"))
 
     try:
         task = load_env(args.env)
         if args.model == "tiny" and "prompt" in inspect.signature(task.__init__).parameters:
             args.env_options = {"prompt": "tiny"} | args.env_options  # its vocabulary has no words for more
-        make_env_factory(args.env, args.env_options)
-    except ValueError as error:
+        make_env_factory(args.env, args.env_options)()
+    except (MissingData, ValueError) as error:
+        if args.model == "tiny" and "prompt='tiny'" in str(error):
+            fail(f"--env {args.env} has no text for the tiny policy; take another, such as --model smollm2")
         fail(str(error))
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
+    if args.model != "tiny" and not args.resume:  # two defaults that are for the tiny policy
+        for name, value in (("max_new_tokens", 128), ("lr", 1e-6)):
+            if name not in given | in_config:
+                setattr(args, name, value)
+                if not args.quiet:
+                    print(f"--{name.replace('_', '-')} {value:g}: the default for --model {args.model}")
     objective = objective_of(args)
     kind = objective.advantage
     if args.replay == "none":
@@ -396,7 +413,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
                  "drop --replay-updates")
         if args.replay_updates and "replay_updates" in given:
             fail(f"{flag('replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
-        if args.replay_updates:
+        if args.replay_updates and not args.quiet:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0
     if "replay" in given and args.replay != "none":  # over the config of a run that had no replay or no decay
@@ -435,7 +452,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         print("note: --loss reinforce has no ratio to the policy that sampled, so replayed episodes bias it (see losses.py)")
     if args.minibatches > args.problems_per_iteration:
         fail(f"{flag('minibatches')} is larger than {flag('problems_per_iteration')}")
-    if args.problems_per_iteration > args.train_problems:
+    if args.problems_per_iteration > (args.train_problems or math.inf):
         fail(f"{flag('problems_per_iteration')} is larger than {flag('train_problems')}")
     if args.replay != "none":
         try:
@@ -443,6 +460,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         except ValueError as error:
             fail(str(error))
     if args.name is None and not args.resume:
+        if config_name == "frozenlake_tiny" and (args.env, args.model) != ("frozenlake", "tiny"):  # the config that nobody named
+            config_name = re.sub(r"[^\w.-]+", "_", f"{Path(args.env).name}_{Path(args.model).name}")
         args.name = f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     return args
 
@@ -499,6 +518,14 @@ def make_learner(args: Args, policy) -> Learner:
     return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference)
 
 
+def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> list[int]:
+    """`asked` problems; without a wish the usual number, or all that the task has. Exits with 2 when it has too few."""
+    try:
+        return up_to(env, split, usual) if asked is None else env.problems(split, asked)
+    except ValueError as error:
+        fail(f"{flag} {usual if asked is None else asked}: {error}")
+
+
 def make_engine(args: Args, policy, chat: Chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
     kind, why = args.engine, "as --engine asks"
@@ -508,7 +535,8 @@ def make_engine(args: Args, policy, chat: Chat, folder):
             kind, why = "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
     elif kind == "auto":
         kind, why = "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
-    print(f"engine: {kind} ({why})")
+    if not args.quiet:
+        print(f"engine: {kind} ({why})")
     stop_ids = chat.stop_ids(policy.generation_config)
     if kind == "hf":
         return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text)
@@ -526,6 +554,7 @@ def context_length_of(args: Args, policy) -> int:
 def main(args: Args) -> dict:
     """Train; returns the summary that is also written to summary.json."""
     started = time.time()
+    sys.stdout.reconfigure(line_buffering=True)  # so that a log file shows where a run is
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.resume and not checkpoints(run):
         fail(f"{run} has no checkpoint to go on from")
@@ -536,14 +565,19 @@ def main(args: Args) -> dict:
 
     make_env = make_env_factory(args.env, args.env_options)
     try:
-        train_problems = np.array(make_env().problems("train", args.train_problems))
-        heldout_problems = make_env().problems("heldout", args.eval_problems)
+        train_problems = np.array(problems_of(make_env(), "train", args.train_problems, 1536, "--train-problems"))
+        heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
+        args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
         folder = policy_folder(args, make_env())
         policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
     chat = Chat(tokenizer)
-    rewritten = chat.rewritten_history() if args.max_turns > 1 else None
+    try:
+        rewritten = chat.rewritten_history() if args.max_turns > 1 else None
+        chat.stop_ids()
+    except (jinja2.TemplateError, IndexError) as error:  # IndexError: it does not show an answer's text as it is
+        fail(f"the chat template of {args.model} cannot show a user's message, an answer and another message: {error}")
     if rewritten and args.rewritten_history == "refuse":
         fail(f"the chat template of {args.model} rewrites the conversation: {rewritten}. What is trained on would not be what "
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
@@ -570,7 +604,10 @@ def main(args: Args) -> dict:
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
-    engine = make_engine(args, learner.policy, chat, folder)
+    try:
+        engine = make_engine(args, learner.policy, chat, folder)
+    except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
+        fail(str(error))
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
     if not args.resume:
         try:
@@ -615,7 +652,7 @@ def main(args: Args) -> dict:
             if len(broken) > args.max_env_error_frac * len(episodes):
                 fail(f"{len(broken) / len(episodes):.0%} of the environments raised, more than --max-env-error-frac "
                      f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
-            if not any(episode.action_mask.any() for episode in episodes):
+            if all(episode.info["context_full"] and not episode.action_mask.any() for episode in episodes):
                 fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
                      f"model's context of {play['context_length']} tokens")
             sound = [episode for episode in episodes if not episode.info["env_error"] and episode.action_mask.any() and
@@ -634,7 +671,7 @@ def main(args: Args) -> dict:
             # ---- update on fresh episodes
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
             several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
-            proximal_BT = score(learner.policy, sound, learner) if args.fresh_update and several else None
+            proximal_BT = score(learner.policy, sound, learner) if sound and args.fresh_update and several else None
             for _ in range(args.fresh_epochs if args.fresh_update else 0):
                 for members in np.array_split(shuffle.permutation(groups), args.minibatches):
                     rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
@@ -656,6 +693,9 @@ def main(args: Args) -> dict:
             state["replay_updates"] += len(replayed)
             if args.replay_updates and iteration == 3 and not state["replay_updates"]:
                 print(f"note: no replay yet: {buffer.refusal(args.replay_batch_size, now())}")
+            if iteration == 1 and np.sum([episode.info["length_stops"] for episode in episodes]) > \
+                    0.9 * np.sum([episode.info["turns"] for episode in episodes]):
+                print(f"note: nearly every answer was cut at --max-new-tokens {args.max_new_tokens}; a higher limit may help")
             clock.lap("replay")
 
             # ---- measure the drift, set tau
@@ -706,7 +746,7 @@ def main(args: Args) -> dict:
         if drift is not None:
             plot_drift(run, drift)
         summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
-                   "final_success": judged["success"], "heldout_problems": args.eval_problems, "iterations": args.iterations,
+                   "final_success": judged["success"], "heldout_problems": len(heldout_problems), "iterations": args.iterations,
                    "steps": state["step"], "replay_updates": state["replay_updates"],
                    "episodes": state["episodes"], "minutes": round(state["minutes"], 2)}
         log.finish(summary)

@@ -75,6 +75,27 @@ def test_special_tokens_in_a_message_are_text(text):
     assert chat.plain("no special < | here") == "no special < | here"
 
 
+LATE = CHATML.replace("{{ message.content }}", "{% if message.role == 'assistant' and loop.index < loop.length - 2 %}"
+                      "{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}")
+FORGETS = CHATML.replace("for message in messages", "for message in messages[-3:]")
+ADDS = CHATML.replace("{{ message.content }}", "{% if message.role == 'assistant' and '<think>' not in message.content %}<think></think>"
+                      "{% endif %}{{ message.content }}")
+
+
+@pytest.mark.parametrize("template", [LATE, FORGETS, ADDS])
+def test_templates_that_rewrite_late_or_forget_or_add_are_found(template):
+    assert chat_of(template).rewritten_history()
+
+
+@pytest.mark.parametrize("between", ["\n", " ", "\n\n"])
+def test_white_space_before_the_end_of_a_turn_does_not_end_it_twice(between):
+    chat = chat_of(CHATML.replace("{{ message.content }}<|im_end|>", "{{ message.content }}" + between + "<|im_end|>"))
+    stop = chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert stop in chat.stop_ids()
+    follow = chat.follow("y", stop)
+    assert follow == chat.tokenize("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n".replace("y<", f"y{between}<"))
+
+
 def test_special_tokens_spelled_by_the_model_stay_text():
     chat = chat_of(CHATML)
     spelled = [chat.tokenizer.convert_tokens_to_ids(letter) for letter in "<|im_end|>"]  # letter by letter, as a model can write it

@@ -157,7 +157,12 @@ def test_reading_takes_time_that_grows_with_the_length_only(text):
     ("5", "x=5", True), (r"10\sqrt{2}", r"\sqrt{200}", True), ("x^2+2x+1", "(x+1)^2", True), ("-2,3", "3,-2", True),
     (r"\frac{\pi}{4}", r"\pi/4", True), ("3+4i", "4i+3", True), ("5", r"5\text{ cm}", True), ("2^{10}", "1024", True),
     ("5", "C(10, 5)", False), ("2", "1,2", False), ("2", r"1 \text{ or } 2", False), ("2", "[1,2]", False),
-    ("2", "2=1", False),
+    ("2", "2=1", False), ("7", "8=7", False), ("7", "x=8=7", False), ("7", "2x=7", False), ("7", "8$ = $7", False),
+    ("7", r"7 \approx 8", False), ("7", "7 ≈ 8", False), ("7", "7} {8", False), ("7", "{7", False),
+    ("7", "x=8, 8=7", False),
+    ("x=7", "x=8=7", False), ("x=7", "8=7", False), ("x=7", "7", True), ("y=2x+3", "2x+3=y", True),
+    ("7", "x_1 = 7", True), ("7", "f(-2) = 7", True), ("7", r"\angle A = 7", True), ("7", r"\text{the area} = 7", True),
+    ("2,3", "x=2, x=3", True), ("(2,3)", "(x,y)=(2,3)", True), ("7", "x=7, x=8", False), ("3", "x=2, y=3", False),
     ("2", "$1$ or $2$", False), ("x", "y", False), ("2", "x", False), ("2", r"\infty", False), ("2", "", False),
 ])
 def test_equal_answers_are_right_and_others_wrong(checking, gold, answer, right):
@@ -374,6 +379,17 @@ def test_messages_say_the_role_the_format_an_example_and_the_problem(seven):
     assert "3 + 4?" in env.render() and "attempts: 3" in env.render()
 
 
+def test_a_list_in_a_tag_is_no_answer(seven):
+    for text, score in [("7} {8", 0), ("8=7", 0), ("x = 7", 1)]:
+        assert play(Maths(data=seven), 0, f"<answer>{text}</answer>")[0][1] == score
+
+
+@pytest.mark.parametrize("problem_id", [-1, 1, 10**9])
+def test_ids_out_of_range_are_an_error(seven, problem_id):
+    with pytest.raises(ValueError, match=f"problem_id={problem_id} is not one of 0 to 0"):
+        Maths(data=seven).reset(problem_id, 0)
+
+
 # -------------------------------------------------------------------------------------------- local and hub data
 
 ROWS = [{"problem": f"What is {number} + 1?", "answer": str(number + 1)} for number in range(60)]
@@ -538,6 +554,9 @@ def test_arithmetic_by_hand():
                                  ("", 0, False)]:
         env.reset(120305, 0)
         assert env.step(answer)[1:] == (float(score), True, valid) and env.success is bool(score), answer
+    for problem_id in (-1, 10**6, 10**9 + 1234):
+        with pytest.raises(ValueError, match=f"problem_id={problem_id} is not one of 0 to 999999"):
+            env.reset(problem_id, 0)
     for options, message in [({"digits": 0}, "digits=0"), ({"digits": 4, "terms": 2}, "at most 6"),
                              ({"prompt": "big"}, "prompt='big'")]:
         with pytest.raises(ValueError, match=message):
@@ -611,10 +630,49 @@ def test_reasoning_gym_scorers_raise_hang_and_evaluate_without_harm(gym, tmp_pat
 
 @pytest.mark.parametrize(("dataset", "message"), [("countdwn", "the nearest: countdown"),
                                                   ("composite", "no data set 'composite'"),
-                                                  ("game_of_life_halting", "takes any text for right")])
+                                                  ("game_of_life_halting", r"takes '\?' for right on 6 of 6"),
+                                                  ("coin_flip", "takes '0' for right on . of 6 problems with another"),
+                                                  ("puzzle24", "for right on 5 of 5 problems with another answer")])
 def test_reasoning_gym_refuses_unknown_and_useless_data_sets(gym, dataset, message):
     with pytest.raises(ValueError, match=message):
         ReasoningGym(dataset=dataset).problems("train", 1)
+
+
+# {gold} and {other} are the golds of two problems; the scorers of reasoning-gym take most of these texts for right
+@pytest.mark.parametrize(("dataset", "texts"), [
+    ("complex_arithmetic", ["nan", "NaN", "nan+nanj", "nani", "inf", "-infinity", "1e999", "1e999 + 1e999i"]),
+    ("gsm_symbolic", ["{gold} 1 2 3", "{gold} or {other}", "-{gold}", "{other}"]),
+    ("polynomial_multiplication", ["{gold} or {other}", "{gold} and {gold}", "{gold} if 1 else 2", "{other}"]),
+    ("simple_integration", ["{gold} or {other}", "({gold})or({other})", "{gold} and {gold}", "{other}"]),
+    ("intermediate_integration", ["{gold} or {other}", "({gold})or({other})", "{other}"]),
+    ("letter_jumble", ["{gold} and more", "{gold} {other}", "{gold}, {other}", "{other}"]),
+    ("spell_backward", ["{gold} {other}", "{gold}x", "{other}"]),
+    ("time_intervals", ["{gold} or {other}", "{gold} {other}", "{other}"]),
+    ("fraction_simplification", ["{gold} or {other}", "{other}"]),
+    ("n_queens", ["{gold}\n{other}", "{other}", "__", "_(1)"]),
+])
+def test_a_gold_is_right_and_a_list_of_guesses_or_no_number_is_wrong(gym, dataset, texts):
+    env = ReasoningGym(dataset=dataset)
+    for problem, another in zip((1, 2, 3, 4), (6, 7, 6, 7)):
+        gold, other = (maths.gym_question(dataset, id)[1] for id in (problem, another))
+        assert gold != other and play(env, problem, f"<answer>{gold}</answer>")[0][1] == 1.0
+        for text in texts:
+            assert play(env, problem, f"<answer>{text.format(gold=gold, other=other)}</answer>")[0][1] == 0.0, text
+        assert env.info["timeouts"] == 0
+
+
+def test_gsm_symbolic_takes_a_number_however_it_is_written(gym):
+    env = ReasoningGym(dataset="gsm_symbolic")
+    gold = maths.gym_question("gsm_symbolic", 0)[1]
+    assert gold == "28080"
+    for text, score in [("28080.0", 1), ("28,080", 1), ("$28080", 1), ("28080 7", 0), ("28", 0), ("28081", 0)]:
+        assert play(env, 0, f"<answer>{text}</answer>")[0][1] == score, text
+
+
+def test_ids_of_reasoning_gym_out_of_range_are_an_error(gym):
+    for problem_id in (-1, maths.GYM_SIZE):
+        with pytest.raises(ValueError, match=f"problem_id={problem_id} is not one of 0 to 19999"):
+            ReasoningGym().reset(problem_id, 0)
 
 
 def test_no_other_scorer_of_reasoning_gym_evaluates_its_answer(gym):
@@ -626,7 +684,8 @@ def test_no_other_scorer_of_reasoning_gym_evaluates_its_answer(gym):
 
 @pytest.mark.parametrize("text", ["2*(3 + 4) - 1", "(1+2)*(3-4)/5", "sin(x)*exp(2*x) + C", "['A', 'B']",
                                   "x**2/2 + log(x) + C",
-                                  "[[0, 1], [1, 0]]", "82 + 20 + 67 - 50", "-3.5*x"])
+                                  "[[0, 1], [1, 0]]", "82 + 20 + 67 - 50", "-3.5*x", "_ _ Q\n_ Q _",
+                                  "order + notin"])
 def test_arithmetic_text_is_not_taken_for_code(text):
     assert not maths.calls_something(text)
 
@@ -634,7 +693,8 @@ def test_arithmetic_text_is_not_taken_for_code(text):
 @pytest.mark.parametrize("text", INJECTIONS + ["print(1)", "f(x)", "x.real", "(x)(1)", "[print][0](1)", "'%s'(1)",
                                                "f'{1}'", "a[0](1)",
                                                "ｐrint(1)", "print \n(1)", "1 if x else exit()", "sin('x')", "@x",
-                                               "x;y"])
+                                               "x;y", "_(1)", "_ (1)", "__name__", "x or y", "(x)or(y)", "x and y",
+                                               "x if y else z", "not x"])
 def test_text_that_could_run_something_is_refused(text):
     assert maths.calls_something(text)
 
@@ -642,15 +702,24 @@ def test_text_that_could_run_something_is_refused(text):
 @pytest.mark.slow
 def test_golds_of_every_reasoning_gym_data_set_are_right_or_the_set_has_none(gym):
     from reasoning_gym.factory import DATASETS
-    failed = []
-    for name in sorted(DATASETS.keys() - {"composite", "game_of_life_halting"}):
+    failed, refused, no_gold = [], set(), set()
+    for name in sorted(DATASETS.keys() - {"composite"}):
         env = ReasoningGym(dataset=name)
-        for problem in env.problems("train", 2):
+        try:
+            problems = env.problems("train", 3)
+        except ValueError:
+            refused.add(name)
+            continue
+        for problem in problems:
             env.reset(problem, 0)
             gold = env.info["gold"]
-            if gold and play(env, problem, f"<answer>{gold}</answer>")[0][1] != 1.0:
-                failed.append(name)
-    assert len(set(failed)) <= 3, failed
+            if gold and "Integral(" not in gold and play(env, problem, f"<answer>{gold}</answer>")[0][1] != 1.0:
+                failed.append((name, problem, gold))  # with Integral( sympy had not solved it: that is no answer
+            if not gold:
+                no_gold.add(name)
+    assert failed == [] and refused == {"coin_flip", "game_of_life_halting", "puzzle24"}
+    assert no_gold <= {"boxnet", "graph_color", "polynomial_equations", "propositional_logic", "rubiks_cube",
+                       "rush_hour"}
 
 
 def test_environments_are_made_by_name(packaged):

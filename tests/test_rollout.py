@@ -1,9 +1,12 @@
 import functools
+import json
+import math
 import time
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig
 
 from conftest import tiny_lake
 from envs import FrozenLake
@@ -338,3 +341,84 @@ def test_overlong_is_a_last_turn_cut_by_the_limit_or_a_full_context(policy):
     for episode in episodes:
         assert episode.info["overlong"] == (episode.tokens[-1] != policy[1].eos_token_id)
     assert {episode.info["overlong"] for episode in episodes} == {True, False}
+
+
+@pytest.mark.parametrize("fault", ["None", "three", "nan", "huge", "message", "surrogate", "numpy info", "object info", "success raises",
+                                   "nan info"])
+def test_whatever_one_environment_does_wrong_costs_its_episode_only(policy, fault):
+    class Odd(FrozenLake):
+        def reset(self, problem_id, seed):
+            self.odd = problem_id == 1
+            message = super().reset(problem_id, seed)
+            if self.odd and "info" in fault:
+                self.info |= {"x": {"numpy info": np.int64(3), "object info": object(), "nan info": [math.nan]}[fault]}
+            return message
+
+        def step(self, answer):
+            result = super().step(answer)
+            if not self.odd:
+                return result
+            return {"None": None, "three": result[:3], "nan": (result[0], math.nan, *result[2:]), "huge": (result[0], 1e39, *result[2:]),
+                    "message": (None, 0.0, False, True), "surrogate": ("\ud800", 0.0, False, True)}.get(fault, result)
+
+        @property
+        def success(self):
+            if fault == "success raises" and getattr(self, "odd", False):
+                raise RuntimeError("no idea")
+            return self._success
+
+        @success.setter
+        def success(self, value):
+            self._success = value
+
+    episodes, transcripts = collect(engine_of(policy), Chat(policy[1]), functools.partial(Odd, prompt="tiny"), [0, 1, 2, 3], [0, 0, 0, 0],
+                                    [0, 1, 2, 3], **PLAY)
+    broken = [bool(episode.info["env_error"]) for episode in episodes]
+    assert broken == [False, fault != "numpy info", False, False]
+    json.dumps([episode.info for episode in episodes], allow_nan=False)
+    if fault == "numpy info":
+        assert episodes[1].info["x"] == 3
+
+
+def test_ids_are_plain_integers_for_a_task(policy):
+    seen = []
+
+    class Noting(FrozenLake):
+        def reset(self, problem_id, seed):
+            seen.append((type(problem_id), type(seed)))
+            return super().reset(problem_id, seed)
+
+    collect(engine_of(policy), Chat(policy[1]), functools.partial(Noting, prompt="tiny"), np.arange(2), [0, 1], np.arange(2), **PLAY)
+    assert set(seen) == {(int, int)}
+
+
+@pytest.mark.parametrize("config, words", [
+    (MistralConfig(sliding_window=8), "sliding_attention"),
+    (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), "dynamic")])
+def test_models_whose_keys_cannot_be_kept_are_refused(config, words):
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60)
+    config.update(small)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{words}.*use --engine vllm"):
+        HFEngine(model, [1], 0)
+
+
+def test_a_model_that_scales_its_logits_is_refused():
+    from models import check_head
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=60,
+                 initializer_range=0.3)
+    with pytest.raises(ValueError, match="scales or caps its logits"):
+        check_head(AutoModelForCausalLM.from_config(GraniteConfig(logits_scaling=8.0, **small)), "x")
+    check_head(AutoModelForCausalLM.from_config(LlamaConfig(**small)), "x")
+
+
+def test_nothing_to_generate_and_a_conversation_twice(policy):
+    assert engine_of(policy).generate([], [], [], 4, 1.0) == []
+    with pytest.raises(ValueError, match="twice"):
+        engine_of(policy).generate([[4], [5]], [0, 0], [0, 0], 4, 1.0)
+
+
+def test_a_stop_string_of_many_byte_tokens_is_found(policy):
+    engine = HFEngine(policy[0], [], policy[1].pad_token_id, lambda tokens: bytes(tokens).decode(errors="replace"))
+    assert engine.ends_with(list("a lot before ストップ".encode()), ("ストップ",))
+    assert not engine.ends_with(list("a lot before ストッ".encode()), ("ストップ",))

@@ -87,6 +87,10 @@ def refused(capsys, *flags):
     (["--top_k", "5"], ["--top-k", "part of the vocabulary"]),
     (["--min-p=0.1"], ["--min-p"]),
     (["--parallel-episodes", "0"], ["--parallel-episodes 0"]),
+    (["--env-options", "size", "-5"], ["size", "-5"]),
+    (["--env", "maths"], ["--env maths", "tiny"]),
+    (["--lr", "inf"], ["--lr inf", "finite"]),
+    (["--seed", "1", "configs/frozenlake_tiny.yaml"], ["config comes first"]),
 ])
 def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     message = refused(capsys, *flags)
@@ -106,6 +110,7 @@ def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     ("env_options: {size: [8]}", ["env_options", "mapping"]),
     ("env_options: {sizes: 8}", ["sizes", "size"]),
     ("top_p: 0.9", ["top_p"]),
+    ("resume: runs/x", ["resume", "--resume"]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
@@ -441,8 +446,8 @@ def test_options_of_the_task_come_from_the_config_or_the_command_line(tmp_path):
     assert args.env_options == {"prompt": "tiny", "size": "8", "slippery": "true"} and args.lr == 2e-3
     env = envs.make_env_factory(args.env, args.env_options)()
     assert (env.size, env.slippery, env.prompt) == (8, True, "tiny")
-    args = parse_args([str(tmp_path / "x.yaml"), "--env-options", "size", "5"])  # the command line replaces the mapping
-    assert args.env_options == {"prompt": "tiny", "size": "5"}
+    args = parse_args([str(tmp_path / "x.yaml"), "--env-options", "size", "5"])  # the config's other options stay
+    assert args.env_options == {"prompt": "tiny", "size": "5", "slippery": "true"}
 
 
 def test_a_replayed_episode_is_shown_with_its_age_and_its_log_ratios(run):
@@ -534,3 +539,22 @@ def test_wandb_offline_gets_the_namespaces_and_the_episodes(tmp_path, quick_flag
     spaces = {key.split("/")[0] for key in metrics_of(tmp_path / "w")[-1] if "/" in key}
     assert spaces == {"fresh", "replay", "buffer", "problems", "eval", "time", "task"}
     assert any("episodes" in path.name for path in folder.rglob("*.table.json"))
+
+
+def test_a_server_that_is_not_there_ends_the_start_and_leaves_nothing(tmp_path, quick_flags, capsys, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as stop:
+        train_module.main(parse_args([*quick_flags, "--engine", "http://localhost:1", "--runs-dir", str(tmp_path), "--name", "x"]))
+    assert stop.value.code == 2 and "did not answer" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def test_other_models_and_tasks_get_defaults_that_fit_them(tmp_path, capsys):
+    args = parse_args(["--model", "smollm2", "--env", "cliffwalking"])
+    assert (args.max_new_tokens, args.lr) == (128, 1e-6) and "the default for --model smollm2" in capsys.readouterr().out
+    assert args.name.startswith("cliffwalking_smollm2-grpo-fresh-seed0-")
+    assert (parse_args(["--model", "smollm2", "--lr", "1e-4"]).lr, parse_args([]).lr) == (1e-4, 1e-3)
+    env = envs.make_env_factory("cliffwalking", {})()
+    assert len(train_module.problems_of(env, "train", None, 1536, "--train-problems")) == 27
+    with pytest.raises(SystemExit):
+        train_module.problems_of(env, "heldout", 512, 512, "--eval-problems")
+    assert "--eval-problems 512" in capsys.readouterr().err
