@@ -37,7 +37,7 @@ def main(paths: list[Path]) -> int:
                 subprocess.run([sys.executable, ROOT / "train.py", path, "--seed", seed, "--runs-dir", folder, "--name", "run",
                                 "--wandb", "off", "--quiet", "true"], check=True)
                 found = json.loads((Path(folder) / "run" / "summary.json").read_text())[key]
-            verdict = "same" if found == float(promised) else "MOVED" if moved(float(promised), found, int(problems)) else "close"
+            verdict = "same" if round(found, 3) == float(promised) else "MOVED" if moved(float(promised), found, int(problems)) else "close"
             worse += verdict == "MOVED"
             print(f"{path.name}: {key} {found:.3f}, promised {promised}: {verdict}", flush=True)
     return worse
