@@ -159,7 +159,8 @@ def test_reading_takes_time_that_grows_with_the_length_only(text):
     ("5", "C(10, 5)", False), ("2", "1,2", False), ("2", r"1 \text{ or } 2", False), ("2", "[1,2]", False),
     ("2", "2=1", False), ("7", "8=7", False), ("7", "x=8=7", False), ("7", "2x=7", False), ("7", "8$ = $7", False),
     ("7", r"7 \approx 8", False), ("7", "7 ≈ 8", False), ("7", "7} {8", False), ("7", "{7", False),
-    ("7", "x=8, 8=7", False),
+    ("7", "x=8, 8=7", False), ("7,8", r"x = 7 \text{ or } x = 8", True), ("7", "x=7 or x=8", False),
+    ("7", "8 or x=7", False),
     ("x=7", "x=8=7", False), ("x=7", "8=7", False), ("x=7", "7", True), ("y=2x+3", "2x+3=y", True),
     ("7", "x_1 = 7", True), ("7", "f(-2) = 7", True), ("7", r"\angle A = 7", True), ("7", r"\text{the area} = 7", True),
     ("2,3", "x=2, x=3", True), ("(2,3)", "(x,y)=(2,3)", True), ("7", "x=7, x=8", False), ("3", "x=2, y=3", False),
@@ -667,6 +668,15 @@ def test_gsm_symbolic_takes_a_number_however_it_is_written(gym):
     assert gold == "28080"
     for text, score in [("28080.0", 1), ("28,080", 1), ("$28080", 1), ("28080 7", 0), ("28", 0), ("28081", 0)]:
         assert play(env, 0, f"<answer>{text}</answer>")[0][1] == score, text
+
+
+@pytest.mark.parametrize(("dataset", "problem", "old", "new"), [("game_of_life", 1, "0", "1"),
+                                                                 ("time_intervals", 3, "03:22:03", "03:22:04"),
+                                                                 ("polynomial_equations", 3, "1.9717", "1.9727")])
+def test_an_almost_right_answer_is_wrong(gym, dataset, problem, old, new):
+    env, gold = ReasoningGym(dataset=dataset), maths.gym_question(dataset, problem)[1]
+    assert old in gold and play(env, problem, f"<answer>{gold}</answer>")[0][1] == 1.0
+    assert play(env, problem, f"<answer>{gold.replace(old, new, 1)}</answer>")[0][1] == 0.0
 
 
 def test_ids_of_reasoning_gym_out_of_range_are_an_error(gym):
