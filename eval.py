@@ -8,6 +8,7 @@
     python eval.py compare runs/a* runs/b* --x episodes      # curves and tables of runs over their seeds
     python eval.py replay runs/NAME                          # pictures of a run's replay
     python eval.py show runs/NAME                            # a run's episodes, to read
+    python eval.py plan --mu 5 --alpha 0.1 --rho 0.1         # buffer size and reuse that theory advises
 
 (each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """
@@ -45,7 +46,7 @@ from runs import checkpoints, episode_record, fail, finite_or_none
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
 
-SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer"}  # first word: module with a main(argv)
+SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer", "plan": "planner"}  # word: its module
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
 PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
 

@@ -1,0 +1,149 @@
+import heapq
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import best_feasible, feasible, main, objective, samplers_per_trainer, step_cost, unconstrained
+
+TABLE = [  # mu, rho, alpha, x*, y* as the notes on the paper list them, each with the step of its last digit
+    (1, 0.1, 0.1, 6.667, 2.000, 1e-3), (4, 0.1, 0.1, 12.871, 4.745, 1e-3), (4, 1, 0.1, 2.514, 1.692, 1e-3),
+    (4, 1, 0.2, 0.865, 1.362, 1e-3), (6.84, 1, 0.1, 2.77, 2.24, 1e-2), (6.84, 0.1, 0.1, 15.71, 6.46, 1e-2),
+    (6.84, 0.1, 0.2, 4.80, 4.71, 1e-2), (5.28, 0.1, 0.1, 14.32, 5.58, 1e-2), (5.28, 1, 0.1, 2.65, 1.96, 1e-2),
+    (5.28, 1, 0.2, 0.92, 1.59, 1e-2)]
+SETTINGS = [(mu, alpha, rho) for mu in (0.5, 1, 5.28) for alpha in (0.05, 0.2, 0.4) for rho in (0, 0.1, 1)]
+
+
+@pytest.mark.parametrize("mu, rho, alpha, x, y, digit", TABLE)
+def test_the_optimum_is_that_of_the_table(mu, rho, alpha, x, y, digit):
+    assert unconstrained(mu, alpha, rho) == (pytest.approx(x, abs=0.51 * digit), pytest.approx(y, abs=0.51 * digit))
+
+
+def test_optimum_by_hand():
+    """rho = 0: y = mu (1 - 2a)/(2a) = 4 * 0.8/0.2. rho = 1/mu: y = (-1/4 + sqrt(1/16 + 1/2))/(1/4) = (-1/4 + 3/4) * 4,
+    and x = y^2/(2 a (mu + y)) = 4/(0.5 * 6)."""
+    assert unconstrained(4, 0.1, 0) == (pytest.approx(256 / (0.2 * 20)), pytest.approx(16))
+    assert unconstrained(4, 0.25, 0.25) == (pytest.approx(4 / 3), pytest.approx(2))
+    assert unconstrained(4, 0.1, 1e-12) == (pytest.approx(64), pytest.approx(16))
+    assert unconstrained(4, 0.5, 0.1) == unconstrained(4, 0.7, 0.1) == (0, 0)
+
+
+def test_objective_by_hand():
+    assert objective(4, 2, mu=4, alpha=0.25, rho=0.5) == pytest.approx(2 * 1.5 * 1.25)  # (1 + 2/4) (1/2 + 1/4 + 1/2)
+    for mu, alpha, rho in SETTINGS:  # the lemma, with 1/sqrt(mu) where the paper prints 1/mu
+        x, a = 3.0, rho + 1 / 3
+        assert objective(x, math.sqrt(mu / a), mu, alpha, rho) == pytest.approx(
+            x ** (2 * alpha) * (1 / math.sqrt(mu) + math.sqrt(a)) ** 2)
+
+
+def test_the_papers_own_form_of_x_with_the_discriminant_set_right():
+    for mu, alpha, rho in SETTINGS:
+        if rho > 0 and mu * rho != 1:
+            share = alpha / mu + rho * (1 - 2 * alpha)
+            delta = 16 * alpha**2 / mu * (alpha**2 / mu + rho * (1 - 2 * alpha))
+            x = (-4 * alpha * share + math.sqrt(delta)) / (8 * alpha**2 * rho * (1 / mu - rho))
+            assert unconstrained(mu, alpha, rho)[0] == pytest.approx(x)
+
+
+@pytest.mark.parametrize("mu, alpha, rho", SETTINGS)
+@pytest.mark.parametrize("bound", [True, False])
+def test_no_point_of_a_grid_is_better(mu, alpha, rho, bound):
+    """On 400 x 400 points, 3.5 % apart in x and y: at the grid's best, both lie within two steps of the formula's."""
+    grid = np.exp(np.linspace(math.log(1e-2), math.log(1e4), 400))
+    grid[np.abs(grid - 1).argmin()] = 1  # the bound of x
+    x, y = np.meshgrid(grid, grid, indexing="ij")
+    values = np.where((x >= 1) & (y <= x) if bound else True, objective(x, y, mu, alpha, rho), np.inf)
+    best_x, best_y = best_feasible(mu, alpha, rho) if bound else unconstrained(mu, alpha, rho)
+    place = np.unravel_index(values.argmin(), values.shape)
+    value = objective(best_x, best_y, mu, alpha, rho)
+    assert value <= values.min() * (1 + 1e-12) and values.min() <= value * 1.002
+    assert 1e-2 < best_x < 1e4
+    assert (x[place], y[place]) == (pytest.approx(best_x, rel=0.07), pytest.approx(best_y, rel=0.07))
+    assert not bound or feasible(best_x, best_y)
+
+
+@given(st.floats(-3, 3), st.floats(1e-3, 2), st.floats(0, 1), st.floats(0, 9), st.floats(0, 9))
+@settings(max_examples=200, deadline=None)
+def test_no_feasible_choice_is_better_than_the_plan(log_mu, alpha, rho, log_x, below):
+    mu, x = math.exp(log_mu), math.exp(log_x)
+    best = best_feasible(mu, alpha, rho)
+    assert feasible(*best)
+    assert objective(*best, mu, alpha, rho) <= objective(x, x * math.exp(-below), mu, alpha, rho) * (1 + 1e-9)
+
+
+def test_projection_by_hand():
+    """At (4, 1/4, 1/4), y* = 2 is above x* = 4/3, so x = y with 0.375 x^2 + 1.5 x = 4. From alpha = 1/2 on, x = 1, and
+    y = 1 where mu >= 1 + rho, else sqrt(mu/(1 + rho))."""
+    x = (-1.5 + math.sqrt(2.25 + 6)) / 0.75
+    assert best_feasible(4, 0.25, 0.25) == (pytest.approx(x), pytest.approx(x))
+    assert best_feasible(4, 0.6, 0.2) == best_feasible(1.2, 0.5, 0.2) == (1, 1)
+    assert best_feasible(0.3, 0.6, 0.2) == (1, pytest.approx(0.5))
+    assert best_feasible(1, 0.1, 0.1) == unconstrained(1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize("mu, costs", [(5.28, (1.274, 0.637, 0.425, 0.318, 0.212, 0.182)),
+                                       (6.84, (1.020, 0.510, 0.340, 0.255, 0.170, 0.146))])  # 0.510: printed as 0.41
+def test_step_costs_are_those_of_the_table(mu, costs):
+    for (samplers, trainers), cost in zip([(7, 1), (6, 2), (5, 3), (4, 4), (2, 6), (1, 7)], costs):
+        y = mu * trainers / samplers
+        assert samplers_per_trainer(mu, y) == pytest.approx(samplers / trainers)
+        assert step_cost(mu, y) == pytest.approx(cost, abs=6e-4) == (1 + mu / y) / (1 + mu)
+
+
+def simulate(mu: float, samplers: int, trainers: int, end: float, seed: int) -> tuple[int, int]:
+    """(rollouts generated, rollouts trained on counted at each use) until `end`, with a buffer that lets no side wait.
+    Times are exponential: mean mu for a rollout of a sampler, 1 for one of a trainer."""
+    rng = np.random.default_rng(seed)
+    means = [mu] * samplers + [1.0] * trainers
+    events = [(rng.exponential(mean), worker) for worker, mean in enumerate(means)]
+    heapq.heapify(events)
+    done = [0] * len(means)
+    while events[0][0] < end:
+        time, worker = events[0]
+        done[worker] += 1
+        heapq.heapreplace(events, (time + rng.exponential(means[worker]), worker))
+    return sum(done[:samplers]), sum(done[samplers:])
+
+
+@pytest.mark.parametrize("samplers, trainers", [(7, 1), (6, 2), (4, 4)])
+def test_simulated_workers_reuse_as_the_compute_model_says(samplers, trainers):
+    """Counts of workers with exponential times are Poisson: the log of their ratio has variance 1/mean + 1/mean."""
+    mu, end = 5.28, 4000.0
+    generated, trained = simulate(mu, samplers, trainers, end, seed=1)
+    bound = 4 * math.sqrt(mu / (samplers * end) + 1 / (trainers * end))
+    estimate = (trained / trainers) / (generated / samplers)  # of mu, from counts
+    ratio = samplers_per_trainer(mu, trained / generated)
+    assert math.log(ratio / (samplers / trainers)) == pytest.approx(0, abs=bound)
+    assert math.log(estimate / mu) == pytest.approx(0, abs=bound)
+
+
+def printed(capsys, *words):
+    main(list(map(str, words)))
+    return capsys.readouterr().out
+
+
+def test_plan_is_printed_to_two_decimals(capsys):
+    text = printed(capsys, "--mu", 5.28, "--alpha", 0.1, "--rho", 0.1)
+    assert "N/R 14.32 " in text and "B/R 5.58 " in text and "W/T 0.95 " in text and "projected" not in text
+    assert "only these ratios" in text and "no saving can be predicted" in text
+
+
+def test_what_was_projected_is_said(capsys):
+    text = printed(capsys, "--mu", 4, "--alpha", 0.25, "--rho", 0.25)
+    assert "N/R 1.83 " in text and "B/R 1.83 " in text and "N/R 1.33 and B/R 2.00 break B <= N;" in text
+    text = printed(capsys, "--mu", 4, "--alpha", 0.2, "--rho", 1)
+    assert "N/R 0.86 and B/R 1.36 break N >= R and B <= N;" in text
+    text = printed(capsys, "--mu", 0.3, "--alpha", 0.6, "--rho", 0.2)
+    assert "N/R 1.00 " in text and "Stay on-policy" in text and "at least 50% of the rollouts" in text
+    assert "N/R is at its bound" in printed(capsys, "--mu", 1, "--alpha", 0.4, "--rho", 1)
+
+
+@pytest.mark.parametrize("name, value", [("mu", 0), ("mu", math.inf), ("alpha", 0), ("alpha", -1), ("rho", 1.5),
+                                         ("rho", math.nan)])
+def test_wrong_numbers_are_refused(name, value, capsys):
+    good = {"mu": 5, "alpha": 0.1, "rho": 0.1} | {name: value}
+    with pytest.raises(SystemExit) as stop:
+        main([word for key, number in good.items() for word in (f"--{key}", str(number))])
+    assert stop.value.code == 2 and f"--{name} {value:g} must be" in capsys.readouterr().err
