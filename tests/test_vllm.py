@@ -492,7 +492,8 @@ def test_a_lora_training_run(tmp_path, quick_flags):
 def test_a_training_run_that_is_interrupted_ends_at_once(tmp_path, quick_flags):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--engine", "vllm", "--iterations", "1000", "--name", "full",
-         "--runs-dir", str(tmp_path), *quick_flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+         "--runs-dir", str(tmp_path), *quick_flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore it
     try:
         deadline = time.time() + 240
         while len(metrics_of(tmp_path / "full")) < 3 and process.poll() is None and time.time() < deadline:
