@@ -50,7 +50,7 @@ def feasible(x: float, y: float) -> bool:
 def best_feasible(mu: float, alpha: float, rho: float) -> tuple[float, float]:
     """(x, y) = (N/R, B/R) where `objective` is least over x >= 1 and y <= x. Its log is convex in (log x, log y): where
     (x*, y*) is not feasible, an edge is best. On x = 1, y = sqrt(mu/(rho + 1/x)) (Theorem 4.5), at most 1. On y = x
-    (not in the paper), x is the root of rho (1 + 2 alpha) x^2 + 2 alpha (2 + mu rho) x = 2 mu (1 - 2 alpha), at least 1."""
+    (not in the paper), x solves rho (1 + 2 alpha) x^2 + 2 alpha (2 + mu rho) x = 2 mu (1 - 2 alpha), at least 1."""
     share = max(1 - 2 * alpha, 0.0)
     middle = alpha * (2 + mu * rho)
     diagonal = max(2 * mu * share / (middle + math.sqrt(middle**2 + 2 * mu * rho * (1 + 2 * alpha) * share)), 1.0)
@@ -72,8 +72,8 @@ def step_cost(mu: float, y: float) -> float:
 
 def notes(alpha: float, x: float, y: float) -> list[str]:
     """What to know before the plan (x, y) = (N/R, B/R) is followed."""
-    lines = ["only these ratios are determined, not N, R and B themselves; mu, alpha and rho have to be measured on the "
-             "task",
+    lines = ["only these ratios are determined, not N, R and B themselves; mu, alpha and rho have to be measured on "
+             "the task",
              "no saving can be predicted from it: the theory draws batches with replacement, which charges training "
              "without replay about double its variance. Use it to order replay settings, and compare with none by "
              "running both, above all at mu near 1"]
