@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 # two processes of one thread each: with two threads each they would slow each other down many times over
-PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2
+PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 LEVELS = /usr/share/games/cavepacker/maps
 
 .PHONY: demo data test test-slow test-vllm numbers clean
