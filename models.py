@@ -305,7 +305,7 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
         torch.manual_seed(seed)
         model = LlamaForCausalLM(tiny_config(tokenizer)).eval()
     with Progress(transient=True) as progress:
-        problems = up_to(env, "train", getattr(env, "warm_start_problems", 1536))
+        problems = up_to(env, "train", 1536)
         rows, _ = demonstrations(env, chat, np.random.default_rng(seed).choice(problems, size=count), skill, max_turns, seed)
         imitate(model, rows, updates, learning_rate, batch_tokens, seed, progress)
     rows, moves = demonstrations(env, chat, up_to(env, "heldout", 256), skill, max_turns, seed + 1)

@@ -77,7 +77,7 @@ class Args:
     track: Literal["wandb", "tensorboard"] = "wandb"
     """Where curves go beside metrics.jsonl. tensorboard: into the run's folder, tensorboard/."""
     quiet: bool = False
-    """Print the result only."""
+    """Print the result, and notes on what may have gone wrong, only."""
     transcripts: int = 4
     """Episodes an iteration that are written to episodes.jsonl, as text."""
 
@@ -460,10 +460,15 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         except ValueError as error:
             fail(str(error))
     if args.name is None and not args.resume:
-        if config_name == "frozenlake_tiny" and (args.env, args.model) != ("frozenlake", "tiny"):  # the config that nobody named
-            config_name = re.sub(r"[^\w.-]+", "_", f"{Path(args.env).name}_{Path(args.model).name}")
-        args.name = f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        args.name = name_of(args, config_name)
     return args
+
+
+def name_of(args: Args, config_name: str) -> str:
+    """The name of a run that got none: config (task and model, where the default config was changed), method, seed, time."""
+    if config_name == "frozenlake_tiny" and (args.env, args.model) != ("frozenlake", "tiny"):
+        config_name = re.sub(r"[^\w.-]+", "_", f"{Path(args.env).name}_{Path(args.model).name}")
+    return f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def stores_everything(args: Args) -> bool:
@@ -734,9 +739,9 @@ def main(args: Args) -> dict:
             shown = [episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
                      in enumerate(zip(episodes, transcripts)) if place < args.transcripts or episode.info["env_error"]]
             if replayed:
-                shown += [episode_record(chat, iteration, *row, kind="replay") for row in list(zip(
+                shown += [episode_record(chat, iteration, *row, kind="replay") for row in zip(
                     samples[-1].episodes, [None] * args.transcripts, samples[-1].ages, samples[-1].weights,
-                    replayed[-1]["log_ratios"]))]
+                    replayed[-1]["log_ratios"])]
                 log.append("replay.jsonl", replay_record(args, iteration, state["step"], buffer, held, samples, replayed))
             log.iteration(metrics, shown)
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):

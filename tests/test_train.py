@@ -558,3 +558,21 @@ def test_other_models_and_tasks_get_defaults_that_fit_them(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_module.problems_of(env, "heldout", 512, 512, "--eval-problems")
     assert "--eval-problems 512" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_path, monkeypatch):
+    import io
+
+    import runs
+    from rich.console import Console
+    screen = io.StringIO()
+    monkeypatch.setattr(runs, "Console", lambda: Console(file=screen, force_terminal=True, width=100, color_system=None))
+    metrics = {"fresh/reward": 0.5, "replay/age_mean": 12.0, "replay/ess_token": 0.9, "fresh/signal_share": 0.25,
+               "time/tokens_per_s": 1234.0, "time/iteration_s": 1.0, "eval/start_success": 0.25}
+    args = replace(parse_args(["--name", "x", "--wandb", "off"]), iterations=2)
+    with runs.RunLog(tmp_path / "run", args, done=0) as log:
+        log.show(metrics | {"iteration": 1, "eval/success": None})
+        log.show(metrics | {"iteration": 2, "eval/success": 1.0})
+    for words in ("1/2", "2/2", "reward 0.50", "held-out 0.250", "held-out 1.000", "age 12", "ESS 0.90", "signal 25%",
+                  "tokens/s 1,234", "held-out success \u2583\u2588"):
+        assert words in screen.getvalue(), words
