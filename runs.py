@@ -281,13 +281,13 @@ class RunLog:
         numbers = {key: value for key, value in metrics.items() if value is not None}
         if self.wandb is not None:
             import wandb
-            self.table = getattr(self, "table", None) or wandb.Table(
-                columns=["iteration", "kind", "age", "success", "reward", "transcript"], log_mode="INCREMENTAL")
+            # a new one each time: a table that grows keeps every transcript in memory
+            table = wandb.Table(columns=["iteration", "kind", "age", "success", "reward", "transcript"])
             for record in shown:
                 text = "\n\n".join(f"[{message['role']}] {message['content']}" for message in record["transcript"])
-                self.table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"],
+                table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"],
                                     record["reward"], text)
-            self.wandb.log(numbers | {"episodes": self.table}, step=metrics["iteration"])
+            self.wandb.log(numbers | {"episodes": table}, step=metrics["iteration"])
         if self.tensorboard is not None:
             for key, value in numbers.items():
                 self.tensorboard.add_scalar(key, value, metrics["iteration"])
