@@ -32,8 +32,8 @@ NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wa
                  "shared_folder"}  # places and logging: no part of the method
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
-          "seconds": ("time/iteration_s", "seconds"), "compute": ("compute/flops", "floating-point operations")}
-SUMMED = ("seconds", "compute")  # logged for each iteration; the other axes are logged as totals
+          "seconds": ("time/iteration_s", "seconds"), "compute": ("cost/flops", "floating-point operations")}
+SUMMED = ("seconds",)  # logged for each iteration; the other axes are logged as totals
 LINES = ("-", "--", ":")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito, without yellow
 FEWEST_SEEDS = 5  # below, the bootstrap over seeds is too narrow to claim anything
@@ -228,6 +228,8 @@ def judge(groups: dict[str, list[Run]], args: CompareArgs, start: float, end: fl
             a, b = rows[first], rows[second]
             low, high = bootstrap_interval(finals[first], finals[second], statistic=probability_of_improvement)
             pairs.append({"first": a["group"], "second": b["group"], "verdict": verdict(a, b, low, high),
+                          "saved": 1 - a["time_to_target"] / b["time_to_target"] if args.target is not None and
+                          np.isfinite([a["time_to_target"], b["time_to_target"]]).all() and b["time_to_target"] else np.nan,
                           "probability": probability_of_improvement(finals[first], finals[second]),
                           "probability_low": float(low), "probability_high": float(high)})
     return rows, pairs
@@ -282,9 +284,13 @@ def markdown(rows: list[dict], pairs: list[dict], notes: list[str], args: Compar
     text = [f"# {args.y} over {unit}", "", f"{kind.capitalize()} over seeds, with 95 % bootstrap intervals.", ""]
     text += ["| " + " | ".join(cells) + " |" for cells in table]
     if pairs:
-        text += ["", "| | probability that a run of the first ends above one of the second | |", "|---|---|---|"]
-        text += [f"| {pair['first']} over {pair['second']} | {with_interval(pair, 'probability')} | {pair['verdict']} |"
-                 for pair in pairs]
+        head = ["", "probability that a run of the first ends above one of the second", ""]
+        head += [f"{unit} that the first saves on the way to {args.target:g}"] if args.target is not None else []
+        text += [""] + ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
+        for pair in pairs:  # saved only at a score that both reach, never from the cost of a step alone
+            saved = [f"{pair['saved']:.0%}" if np.isfinite(pair["saved"]) else "n/a"] if args.target is not None else []
+            text.append("| " + " | ".join([f"{pair['first']} over {pair['second']}", with_interval(pair, "probability"),
+                                           pair["verdict"], *saved]) + " |")
     return "\n".join([*text, "", *(f"- {note}" for note in notes), ""])
 
 

@@ -39,6 +39,7 @@ import losses
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
 from envs import MissingData, load_env, make_env_factory
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
+from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, up_to
 from rollout import HFEngine, collect
 from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, replay_record, save_checkpoint)
@@ -586,6 +587,7 @@ def main(args: Args) -> dict:
     if rewritten and args.rewritten_history == "refuse":
         fail(f"the chat template of {args.model} rewrites the conversation: {rewritten}. What is trained on would not be what "
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
+    parameters = matmul_parameters(policy)
     learner = make_learner(args, policy)  # the reference is the policy at the start, also when a run is resumed
 
     memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
@@ -597,7 +599,7 @@ def main(args: Args) -> dict:
         drift = memories["drift"] = DriftEstimator()
         memories["recent"] = ReplayBuffer(16 * args.probe_episodes, sampler="uniform", seed=args.seed + 1)
     state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0,
-             "replay_updates": 0, "minutes": 0.0}
+             "replay_updates": 0, "minutes": 0.0, "ledger": {}}
     if args.resume:
         checkpoint = checkpoints(run)[-1]
         state |= load_checkpoint(checkpoint, learner, memories)
@@ -606,6 +608,7 @@ def main(args: Args) -> dict:
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}; learning rate and beta now follow a plan "
               f"of {args.iterations} iterations")
 
+    ledger = Ledger(state["ledger"], parameters, lora=args.lora_rank > 0, critic=learner.critic is not None)
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
@@ -622,9 +625,10 @@ def main(args: Args) -> dict:
     source = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
     log = RunLog(run, args, state["iteration"], source())
 
-    def step_on(episodes, **how):
+    def step_on(episodes, first_use, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
         metrics = update(learner, episodes, **how)
+        ledger.trained(episodes, metrics, first_use)
         state["step"] += metrics["steps"]
         state["bad_updates"] = state["bad_updates"] + 1 if metrics["nonfinite"] else 0
         if metrics["nonfinite"]:
@@ -649,6 +653,7 @@ def main(args: Args) -> dict:
                 rng_of(args, "sampling", iteration).integers(2**31, size=n * args.group_size),
                 temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
             engine.release()
+            ledger.generated(episodes)
             add_advantages(learner, episodes)
             clock.lap("sample")
 
@@ -677,11 +682,11 @@ def main(args: Args) -> dict:
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
             several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
             proximal_BT = score(learner.policy, sound, learner) if sound and args.fresh_update and several else None
-            for _ in range(args.fresh_epochs if args.fresh_update else 0):
+            for epoch in range(args.fresh_epochs if args.fresh_update else 0):
                 for members in np.array_split(shuffle.permutation(groups), args.minibatches):
                     rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
                     if rows:
-                        fresh.append(step_on([sound[row] for row in rows],
+                        fresh.append(step_on([sound[row] for row in rows], first_use=epoch == 0,
                                              proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
             clock.lap("fresh")
 
@@ -690,7 +695,8 @@ def main(args: Args) -> dict:
             held = buffer.by_age(now()) if args.replay_updates else None
             while len(replayed) < args.replay_updates and buffer.ready(args.replay_batch_size, now()):
                 sample = buffer.sample(args.replay_batch_size, now())
-                replayed.append(step_on(sample.episodes, weights=sample.weights, ages=sample.ages, replayed=True))
+                unused = sample.steps_since_last_use < 0 if not args.fresh_update else False
+                replayed.append(step_on(sample.episodes, unused, weights=sample.weights, ages=sample.ages, replayed=True))
                 samples.append(sample)
                 if args.priority == "td_error":  # the one base priority that changes with the learner
                     buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
@@ -722,6 +728,8 @@ def main(args: Args) -> dict:
                       "tokens": state["tokens"] + sum(len(episode.tokens) for episode in episodes),
                       "best": max(state["best"], judged.get("success", 0.0))}
             clock.lap("eval")
+            ledger.scored(learner.scored)
+            ledger.spent(clock.laps)
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = buffer.stats(now()) | drift_metrics(args, buffer, fit) if buffer is not None else {"bytes": 0}
             metrics = {
@@ -735,6 +743,7 @@ def main(args: Args) -> dict:
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
+                **ledger.metrics(),
                 **under("time", clock.metrics(sum(len(episode.tokens) for episode in episodes)))}
             shown = [episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
                      in enumerate(zip(episodes, transcripts)) if place < args.transcripts or episode.info["env_error"]]

@@ -1,6 +1,7 @@
 """One optimiser step on a batch of episodes, fresh or replayed: micro-batches, one denominator, critic and reference."""
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ class Learner:
     critic: torch.nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: torch.nn.Module | None = None
+    scored: Counter = field(default_factory=Counter)  # tokens of `per_token` by kind, for the ledger
 
     @property
     def device(self):
@@ -75,9 +77,11 @@ def padded(rows) -> torch.Tensor:
 
 
 @torch.no_grad()
-def per_token(function, episodes, learner: Learner) -> torch.Tensor:
-    """function(tokens_BT, mask_BT) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU."""
+def per_token(function, episodes, learner: Learner, kind: str = "values") -> torch.Tensor:
+    """function(tokens_BT, mask_BT) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is what
+    its cost is booked as, one of ledger.SCORED."""
     args, rows = learner.args, [None] * len(episodes)
+    learner.scored[kind] += sum(len(episode.tokens) for episode in episodes)
     for micro in micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size):
         tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
         mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
@@ -86,24 +90,24 @@ def per_token(function, episodes, learner: Learner) -> torch.Tensor:
     return padded(rows)
 
 
-def score(model, episodes, learner: Learner) -> torch.Tensor:
+def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Tensor:
     """(B, T) log-probs of the episodes' action tokens under `model` now."""
     return per_token(lambda tokens_BT, mask_BT: token_logprobs(model, tokens_BT, mask_BT, learner.args.temperature)[0],
-                     episodes, learner)
+                     episodes, learner, kind)
 
 
 def sequence_log_ratios(learner: Learner, episodes) -> np.ndarray:
     """(B,) log current/behaviour of whole episodes, float64."""
     behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    return (score(learner.policy, episodes, learner).double() - behavior_BT.double()).sum(1).numpy()
+    return (score(learner.policy, episodes, learner, "probe").double() - behavior_BT.double()).sum(1).numpy()
 
 
 def reference_score(learner: Learner, episodes) -> torch.Tensor:
     """(B, T) log-probs under the policy of the start: a frozen copy, or under LoRA the base without its adapters."""
     if learner.reference is None:
         with learner.policy.disable_adapter():
-            return score(learner.policy, episodes, learner)
-    return score(learner.reference, episodes, learner)
+            return score(learner.policy, episodes, learner, "reference")
+    return score(learner.reference, episodes, learner, "reference")
 
 
 def token_rewards(episodes) -> torch.Tensor:
@@ -284,7 +288,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     per_step = {"max_length": longest, "denominator": step_denominator(rows["mask"], objective.aggregation, max_length=longest)}
     signal_B = rows["advantages"].ne(0).any(1)
     chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
-    order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained"), 0)
+    order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
     for micro in micro_batches([len(episodes[row].tokens) for row in chosen], args.micro_batch_tokens, args.micro_batch_size):
         picked = chosen[micro]
         width = len(episodes[picked[0]].tokens)  # rows come sorted, the longest first
@@ -292,7 +296,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
                  for name, tensor in rows.items()}
         loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
         learner.accelerator.backward(loss)
-        sums["loss"] = loss.item()
+        sums |= {"loss": loss.item(), "tokens_computed": sum(len(episodes[row].tokens) for row in picked)}
         if critic_loss is not None:
             learner.accelerator.backward(critic_loss)
             sums["value_loss"] = critic_loss.item()
@@ -300,8 +304,8 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         order += picked.tolist()
         seen += list(logprobs_BT)
 
-    metrics = {name: value if name in ("loss", "value_loss", "tokens_trained") else value / totals["tokens_trained"]
-               for name, value in totals.items()}
+    summed = ("loss", "value_loss", "tokens_trained", "tokens_computed")
+    metrics = {name: value if name in summed else value / totals["tokens_trained"] for name, value in totals.items()}
     metrics["log_ratios"] = [None] * len(episodes)  # log current/behaviour of the rows that were computed, (T,) each
     for row, logprobs_T in zip(order, seen):
         episode = episodes[row]

@@ -22,7 +22,7 @@ def make_run(folder, evaluations, **config):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG | {"name": folder.name} | config, sort_keys=False))
     lines = [{"iteration": i, "episodes": 10 * i, "step": 2 * i, "tokens": 100 * i, "time/iteration_s": float(i),
-              "compute/flops": 1e9, "fresh/reward": i / 10, "eval/success": value, "eval/start_success": 0.1}
+              "cost/flops": 1e9 * i, "fresh/reward": i / 10, "eval/success": value, "eval/start_success": 0.1}
              for i, value in enumerate(evaluations, start=1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
@@ -170,6 +170,19 @@ def row(seeds, low, high, group="A"):
     return {"group": group, "seeds": seeds, "final_low": low, "final_high": high}
 
 
+def test_what_is_saved_is_counted_at_a_score_that_both_reach():
+    """0.5 after 30 instead of 40: a quarter is saved; the other way round a third more is spent; 0.8 is reached by one only."""
+    groups = {"a": [curve([0, 30, 40], [0, 0.5, 0.6])], "b": [curve([0, 40], [0, 0.9])]}
+    [pair] = judge(groups, CompareArgs(runs=(), target=0.5), start=0, end=40)[1]
+    assert pair["saved"] == pytest.approx(0.25)
+    [pair] = judge(dict(reversed(groups.items())), CompareArgs(runs=(), target=0.5), start=0, end=40)[1]
+    assert pair["saved"] == pytest.approx(-1 / 3)
+    rows, [pair] = judge(groups, CompareArgs(runs=(), target=0.8), start=0, end=40)
+    assert np.isnan(pair["saved"])
+    assert "optimiser steps that the first saves on the way to 0.8 |" in (
+        text := compare.markdown(rows, [pair], [], CompareArgs(runs=(), target=0.8, x="steps"), 40)) and text.count("| n/a |") == 1
+
+
 def test_what_may_be_claimed():
     a, b = row(5, 0.8, 0.9), row(5, 0.5, 0.7, "B")
     assert verdict(a, b, 0.9, 1.0) == "A is better" and verdict(b, a, 0.0, 0.1) == "A is better"
@@ -226,9 +239,9 @@ def test_what_cannot_be_compared_says_why(tmp_path, capsys):
     without = make_run(tmp_path / "c", [None, None])
     assert "no eval/success yet" in refused(capsys, without)
     text = (run / "metrics.jsonl").read_text()
-    (run / "metrics.jsonl").write_text(text.replace("compute/flops", "compute/other"))
+    (run / "metrics.jsonl").write_text(text.replace("cost/flops", "cost/other"))
     message = refused(capsys, run, "--x", "compute")
-    assert "no compute/flops" in message and str(run) in message
+    assert "no cost/flops" in message and str(run) in message
     (run / "config.yaml").write_text("a: {")
     assert "config.yaml cannot be read" in refused(capsys, run)
     (other / "metrics.jsonl").unlink()
