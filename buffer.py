@@ -93,7 +93,7 @@ class Episode:
     last_policy_step: int  # ... when the last token was sampled
     iteration: int
     values: np.ndarray | None = None  # (T,) float32, critic values at collection
-    images: list[np.ndarray] | None = None  # (H, W, 3) uint8 each
+    images: list[np.ndarray] | None = None  # (H, W, 3) uint8 each, in the order of their tokens; equal ones are one array
     info: dict[str, Any] = field(default_factory=dict)  # JSON-able; "success" among its keys
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ def _sizeof(value: Any) -> int:
     if isinstance(value, dict):
         size += sum(_sizeof(item) for item in value.values())
     elif isinstance(value, list):
-        size += sum(_sizeof(item) for item in value)
+        size += sum(_sizeof(item) for item in {id(item): item for item in value}.values())
     return size
 
 
@@ -162,14 +162,17 @@ def pack_episodes(episodes: list[Episode]) -> dict[str, Any]:
         return np.concatenate([np.zeros(0, dtype), *arrays])
 
     images = [image for episode in episodes for image in episode.images or ()]
+    places = {key: place for place, key in enumerate(dict.fromkeys(map(id, images)))}  # one array may stand in many episodes
+    distinct = list({id(image): image for image in images}.values())
     packed: dict[str, Any] = {
         "lengths": np.array([len(episode.tokens) for episode in episodes], np.int64),
         "turns": np.array([len(episode.turn_ends) for episode in episodes], np.int64),
         "has_values": np.array([episode.values is not None for episode in episodes], bool),
         "values": join([episode.values for episode in episodes if episode.values is not None], np.float32),
         "image_counts": np.array([-1 if e.images is None else len(e.images) for e in episodes], np.int64),
-        "image_shapes": np.array([image.shape for image in images], np.int64).reshape(-1, 3),
-        "image_bytes": join([image.reshape(-1) for image in images], np.uint8),
+        "image_places": np.array([places[id(image)] for image in images], np.int64),
+        "image_shapes": np.array([image.shape for image in distinct], np.int64).reshape(-1, 3),
+        "image_bytes": join([image.reshape(-1) for image in distinct], np.uint8),
         "info": [episode.info for episode in episodes],
     }
     packed |= {name: np.array([getattr(episode, name) for episode in episodes]) for name in SCALAR_FIELDS}
@@ -191,7 +194,8 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     columns["values"] = [value if has else None for value, has in zip(values, packed["has_values"])]
     shapes = packed["image_shapes"]
     flat_images = split(packed["image_bytes"], shapes.prod(axis=1))
-    images = iter([flat.reshape(shape) for flat, shape in zip(flat_images, shapes)])
+    distinct = [flat.reshape(shape).copy() for flat, shape in zip(flat_images, shapes)]
+    images = iter([distinct[place] for place in packed.get("image_places", range(len(distinct)))])  # none before images repeated
     counts = packed["image_counts"].tolist()
     columns["images"] = [None if count < 0 else list(islice(images, count)) for count in counts]
     return [Episode(**dict(zip(columns, row))) for row in zip(*columns.values())]

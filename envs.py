@@ -8,7 +8,9 @@
     step(answer)                play the model's text, whatever it is; returns (next user message, score, done, valid)
     render()                    the state as text for people
     success, info               whether the episode so far counts as solved; a dict of extras (numbers are logged)
-    image()                     the state as (H, W, 3) uint8 pixels: only tasks with a board
+    image()                     the state as (H, W, 3) uint8 pixels, None where a message needs none: tasks with pictures only
+    view                        "image": messages show image() to the policy; "blank": a black one of its size, the control that
+                                tells whether the policy looks; "text" (or no such member): none
     scripted_answer(rng, skill) what a scripted player of that skill answers: only tasks with a solver
 
 `score` is the task's own reward. The format penalty for an answer that is not `valid` is added by `rollout.collect`.
@@ -27,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from PIL import Image
 
 from buffer import one_of, require
 
@@ -62,7 +65,7 @@ class BoardGame:
 
     A game adds its texts, content(problem_id), start(), play(), render(), hints(), legal_moves() and best_moves().
     """
-    stop, slow = (), False
+    stop, slow, view = (), False, "text"
     moves = ["Left", "Down", "Right", "Up"]
 
     def split_of(self, content: str) -> str:
@@ -88,17 +91,25 @@ class BoardGame:
         self.success, self.info = False, {"true_return": 0.0}
         self.start(int(problem_id), int(seed))
         if self.prompt == "tiny":
-            return f"{self.short_rules()}\n{self.observation(first=True)}"
+            return f"{self.short_rules()}\n{self.observation(first=True)}".rstrip()
+        if self.view != "text":
+            return (f"{self.role} {self.rules()}\nThe picture shows the board: {self.picture}.\nEach turn, answer with one move: "
+                    "Left, Down, Right or Up, like <answer>Left</answer>. Anything else is a turn without a move.\n"
+                    f"{self.observation()}")
         board, move = self.example
         return (f"{self.role} {self.rules()}\nSymbols: {self.legend}.\nEach turn, answer with one move: Left, Down, "
                 "Right or Up, like <answer>Left</answer>. Anything else is a turn without a move.\nExample: the board\n"
                 f"{board}\nis solved by <answer>{move}</answer>.\n\nThe board now:\n{self.observation(first=True)}")
 
     def observation(self, first: bool = False) -> str:
-        """The board; for the tiny policy hints, and the board no more often than needed, its context being short."""
+        """The board; for the tiny policy hints, and the board no more often than needed, its context being short. With pictures,
+        nothing that they show."""
         if self.prompt == "full":  # said every turn: small models forget the format
-            return self.render() + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
+            board = self.render() if self.view == "text" else "The picture shows the board now."
+            return board + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
                 f" or <answer>{self.moves[-1]}</answer>:"
+        if self.view != "text":
+            return ""
         board = self.tiny_board == "always" or first and self.tiny_board == "first"
         return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
 
@@ -147,15 +158,19 @@ class FrozenLake(BoardGame):
     role = "You are walking on a frozen lake."
     legend = "P is you, _ is ice, O is a hole, G is the goal, X is you in a hole, √ is you on the goal"
     example = ("P G\n_ O", "Right")
+    picture = ("light blue is ice, a dark blue square is a hole, the grey figure is you, the red flag beside a G is the goal, "
+               "an S marks where you started")
 
     def __init__(self, *, size: int = 4, frozen_probability: float = 0.8, slippery: bool = False,
-                 random_start: bool = False, prompt: str = "full"):
+                 random_start: bool = False, prompt: str = "full", view: str = "text", cell_pixels: int = 64):
         require(size >= 2, f"size={size}: allowed is 2 or more")
         require(0.6 <= frozen_probability <= 1, f"frozen_probability={frozen_probability}: allowed is 0.6 to 1 (a "
                 "large lake with less ice hardly ever has a way across)")
         self.size, self.frozen_probability = size, frozen_probability
-        self.slippery, self.random_start = slippery, random_start
+        require(8 <= cell_pixels <= 64, f"cell_pixels={cell_pixels}: allowed is 8 to 64")
+        self.slippery, self.random_start, self.cell_pixels = slippery, random_start, cell_pixels
         self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+        self.view = one_of("view", view, ("text", "image", "blank"))
 
     def board(self, problem_id: int) -> list[str]:
         if not self.random_start:
@@ -186,7 +201,7 @@ class FrozenLake(BoardGame):
                 "side of that with probability 1/3 each.") if self.slippery else ""
 
     def short_rules(self) -> str:
-        return "Walk from P to G, never into O." + (" The ice is slippery." if self.slippery else "")
+        return "Walk " + "from P " * (self.view == "text") + "to G, never into O." + " The ice is slippery." * self.slippery
 
     def play(self, move: int | None) -> tuple[float, bool]:
         if move is None:
@@ -213,13 +228,25 @@ class FrozenLake(BoardGame):
         return f"player {row + 1} {column + 1} goal {goal_row + 1} {goal_column + 1}\n{around}"
 
     def image(self) -> np.ndarray:
-        """gymnasium's own picture, 64 pixels a cell (fewer on lakes of more than 8 x 8): (H, W, 3) uint8."""
+        """gymnasium's own picture, 64 pixels a cell (fewer on lakes of more than 8 x 8), or its means over squares of pixels
+        where `cell_pixels` is less: (H, W, 3) uint8."""
         if importlib.util.find_spec("pygame") is None:
             raise MissingData("pictures of the board need pygame: `make data` installs it")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # works without a screen
         os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-        self.game.render_mode = "rgb_array"
-        return self.game.render()
+        return self.draw()
+
+    def draw(self) -> np.ndarray:
+        return lake_picture(tuple(self.map), int(self.position), self.cell_pixels).copy()
+
+    def scripted_answer(self, rng, skill: float) -> str:
+        """With pictures the scripted player says first what it sees: its row and column, and the cells around it in the order of
+        the moves. Learning to say it teaches the tiny policy to look; what it says later is its own."""
+        answer = super().scripted_answer(rng, skill)
+        if self.view == "text" or self.prompt != "tiny":
+            return answer
+        words = self.hints().split()  # player row column goal row column Left cell Down cell ...
+        return " ".join(words[1:3] + words[7::2]) + " " + answer
 
     def neighbours(self) -> list[int]:
         return [neighbour(self.position, move, len(self.map), len(self.map[0])) for move in range(4)]
@@ -236,6 +263,17 @@ class FrozenLake(BoardGame):
 @functools.cache
 def cliff_walking(slippery: bool) -> CliffWalkingEnv:
     return CliffWalkingEnv(is_slippery=slippery)  # its table of moves takes milliseconds
+
+
+@functools.lru_cache(maxsize=4096)
+def lake_picture(board: tuple[str, ...], position: int, cell_pixels: int) -> np.ndarray:
+    """gymnasium's picture of a lake; drawing one takes a millisecond."""
+    game = FrozenLakeEnv(desc=list(board), is_slippery=False, render_mode="rgb_array")
+    game.reset()
+    game.s = position
+    frame = game.render()
+    size = cell_pixels * len(board)
+    return frame if size >= len(frame) else np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
 
 
 class CliffWalking(FrozenLake):
@@ -269,6 +307,10 @@ class CliffWalking(FrozenLake):
         self.game.s = self.position = problem_id
         self.info["falls"] = 0
 
+    def draw(self) -> np.ndarray:
+        self.game.render_mode = "rgb_array"
+        return self.game.render()
+
     def rules(self) -> str:
         return ("Reach the goal in few turns. A move goes one cell; at the edge you stay where you are. Every turn "
                 f"costs 1; a move into the cliff costs 100 and takes you to the lower left corner.{self.slipping()}")
@@ -287,7 +329,7 @@ class CliffWalking(FrozenLake):
 # A class, or "file.py:Class" of a file beside this one, which is imported when the task is asked for.
 ENVS = {"frozenlake": FrozenLake, "cliffwalking": CliffWalking, "sokoban": "sokoban.py:Sokoban",
         "arithmetic": "maths.py:Arithmetic", "maths": "maths.py:Maths", "reasoning_gym": "maths.py:ReasoningGym",
-        "search": "search_qa.py:SearchQA"}
+        "search": "search_qa.py:SearchQA", "geoqa": "geometry.py:Geometry"}
 MEMBERS = ("name", "stop", "slow", "problems", "reset", "step", "render")  # that a task's class has
 
 

@@ -41,7 +41,7 @@ from compare import bootstrap_interval, whole_lines
 from envs import MissingData, make_env_factory
 from models import Chat, load_policy, policy_folder, up_to
 from rollout import collect, guarded
-from runs import checkpoints, episode_record, fail, finite_or_none
+from runs import checkpoints, episode_record, fail, finite_or_none, with_files
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -294,10 +294,11 @@ def fingerprint(folder: str | Path) -> list[str]:
 def load(folder, args, first_message: str):
     """(policy, chat); exits with 2 where they are not of one model or not made for the task."""
     try:
-        policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
+        policy, processor = load_policy(folder, getattr(torch, args.dtype))
     except (MissingData, OSError, ValueError, RuntimeError) as error:
         fail(f"cannot load {folder}: {' '.join(str(error).split())[:500]}")
-    chat, rows = Chat(tokenizer), policy.get_input_embeddings().num_embeddings
+    chat, rows = Chat(processor), policy.get_input_embeddings().num_embeddings
+    tokenizer = chat.tokenizer
     if rows < len(tokenizer):
         fail(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its weights have {rows}: they are of different models")
     tokens = chat.start(first_message)
@@ -347,7 +348,7 @@ def main(arguments: EvalArgs) -> dict:
         problem_ids = list(map(int, up_to(make_env(), "heldout", count) if args.eval_problems is None else
                                make_env().problems("heldout", count)))
         count = len(problem_ids)
-        if folder in ("tiny", "smollm2"):
+        if folder in ("tiny", "tiny-vlm", "smollm2"):
             args.model = folder
             folder = policy_folder(args, make_env())
     except (MissingData, ValueError) as error:
@@ -372,7 +373,8 @@ def main(arguments: EvalArgs) -> dict:
             if file.tell() and not log.read_bytes().endswith(b"\n"):  # the last line was cut
                 file.write("\n")
             for lines in played(args, folder, make_env, problem_ids, todo, arguments.transcripts):
-                file.write("".join(json.dumps(finite_or_none(line | {"key": key})) + "\n" for line in lines))
+                file.write("".join(json.dumps(finite_or_none(with_files(out.parent, line) | {"key": key})) + "\n"
+                                   for line in lines))
                 file.flush()
                 done |= {(line["problem_id"], line["sample"]): line for line in lines}
                 progress.advance(bar, len(lines))

@@ -413,8 +413,9 @@ def gold_of(cell, worked: bool = False) -> str:
     return boxes[-1] if boxes else last if not worked or isinstance(value(last), Fraction) else ""
 
 
-def read(data: str, subset: str) -> dict[str, list[dict]]:
-    """Rows by split of a JSON, JSONL or parquet file, a folder that `datasets` reads, or a data set of the hub."""
+def read(data: str, subset: str, more: tuple[str, ...] = ()) -> dict[str, list[dict]]:
+    """Rows by split of a JSON, JSONL or parquet file, a folder that `datasets` reads, or a data set of the hub; `more` are
+    columns to load beside problem and answer."""
     path = Path(data).expanduser()
     if path.suffix in (".json", ".jsonl"):
         text = path.read_text(encoding="utf-8")
@@ -430,7 +431,7 @@ def read(data: str, subset: str) -> dict[str, list[dict]]:
         needs("pyarrow", "pyarrow")
         import pyarrow.parquet
         names = pyarrow.parquet.read_schema(path).names
-        return {"all": pyarrow.parquet.read_table(path, columns=useful(names)).to_pylist()}
+        return {"all": pyarrow.parquet.read_table(path, columns=useful(names, more)).to_pylist()}
     needs("datasets", "datasets")
     import datasets
     try:
@@ -440,12 +441,12 @@ def read(data: str, subset: str) -> dict[str, list[dict]]:
         raise MissingData(f"the data set {data!r} cannot be loaded from the Hugging Face hub or a folder "
                           f"({str(error).splitlines()[0]}): give `data` the path of a local folder or file") from error
     splits = loaded if isinstance(loaded, dict) else {"all": loaded}
-    return {name: rows.select_columns(useful(rows.column_names)).to_list() for name, rows in splits.items()}
+    return {name: rows.select_columns(useful(rows.column_names, more)).to_list() for name, rows in splits.items()}
 
 
-def useful(names: list[str]) -> list[str]:
+def useful(names: list[str], more: tuple[str, ...] = ()) -> list[str]:
     """The columns to load, since some data sets carry gigabytes of solutions; all where few of them are known."""
-    known = [name for name in names if name.lower() in (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level")]
+    known = [name for name in names if name.lower() in (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level", *more)]
     return known if len(known) > 1 else names
 
 

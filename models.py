@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from rich.progress import Progress
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
+                          Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig, LlamaForCausalLM,
                           PreTrainedTokenizerFast)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from transformers.utils import logging as transformers_logging
 
@@ -33,24 +35,35 @@ transformers_logging.disable_progress_bar()  # ours is the only one on the scree
 
 
 class Chat:
-    """Turns messages into tokens by the tokenizer's own chat template, appending only: sampled tokens stay as they are."""
+    """Turns messages into tokens by the tokenizer's own chat template, appending only: sampled tokens stay as they are.
+    With a model's processor instead of a tokenizer, a message may show an image, (H, W, 3) uint8, ahead of its text."""
 
     MARKER = "assistant-text"
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, processor):
+        self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", processor)
+        self.image_processor = getattr(processor, "image_processor", None)
+        tokenizer = self.tokenizer
         self.specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
-    def tokenize(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def tokenize(self, text: str, image=None) -> list[int]:
+        """The processor makes its own sequence of placeholder tokens from the image's one in the text."""
+        if image is None:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.processor(text=text, images=[image], add_special_tokens=False)["input_ids"][0]
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def render(self, *contents: str, start: bool = True) -> str:
-        """The template's text of a conversation, user first; `start`: with the head of the next answer."""
+    def render(self, *contents: str, start: bool = True, image: bool = False) -> str:
+        """The template's text of a conversation, user first; `start`: with the head of the next answer; `image`: the last
+        message shows one."""
         messages = [{"role": ("user", "assistant")[place % 2], "content": content} for place, content in enumerate(contents)]
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=start)
+        if self.image_processor is not None:
+            for message in messages:
+                shown = [{"type": "image"}] * (image and message is messages[-1])
+                message["content"] = shown + [{"type": "text", "text": message["content"]}]
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=start)
 
     def plain(self, text: str) -> str:
         """A message in which nothing reads as a special token: those are broken by a space."""
@@ -58,18 +71,18 @@ class Chat:
             text = text.replace(special, f"{special[:1]} {special[1:]}")
         return text
 
-    def start(self, message: str) -> list[int]:
-        return self.tokenize(self.render(self.plain(message)))
+    def start(self, message: str, image=None) -> list[int]:
+        return self.tokenize(self.render(self.plain(message), image=image is not None), image)
 
     def after_answer(self) -> list[int]:
         """What the template writes after an assistant's text that is the last one."""
         return self.tokenize(self.render("x", self.MARKER, start=False).split(self.MARKER, 1)[1])
 
-    def follow(self, message: str, last_token: int) -> list[int]:
+    def follow(self, message: str, last_token: int, image=None) -> list[int]:
         """Tokens between an answer that ended in `last_token` and the next one: what the template writes after an
         assistant's text, then the new message. A stop token that was sampled is not written twice."""
-        tokens = self.tokenize(self.render("x", self.MARKER, self.plain(message)).split(self.MARKER, 1)[1])
-        after = self.after_answer()
+        text = self.render("x", self.MARKER, self.plain(message), image=image is not None)
+        tokens, after = self.tokenize(text.split(self.MARKER, 1)[1], image), self.after_answer()
         ended = last_token in after and self.tokenizer.convert_ids_to_tokens(last_token) in self.specials
         return tokens[after.index(last_token) + 1:] if ended else tokens
 
@@ -104,20 +117,62 @@ def collate(rows: list[dict], pad_id: int) -> dict[str, torch.Tensor]:
             [7, 0]])
     """
     return {key: torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row[key]) for row in rows], batch_first=True,
-                                                 padding_value=pad_id if key == "tokens" else 0) for key in rows[0]}
+                                                 padding_value=pad_id if key == "tokens" else 0)
+            for key in rows[0] if key != "images"}
 
 
-def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0,
-                   entropy_grad: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def pixel_inputs(image_processor, images: list[list | None], device="cpu") -> dict[str, torch.Tensor]:
+    """Model inputs of the images of a batch's rows, in the order of their placeholders; {} without images. Made anew from the
+    stored (H, W, 3) uint8 pixels each time: what is trained on is what was seen."""
+    flat = [image for row in images for image in row or ()]
+    if not flat:
+        return {}
+    inputs = image_processor(images=flat, return_tensors="pt")
+    return {name: tensor.to(device) for name, tensor in inputs.items() if name not in ("rows", "cols")}
+
+
+def banned_tokens(config) -> list[int]:
+    """Tokens that only stand for an image: a sampled one would have no pixels. Neither engine nor trainer gives them
+    probability. [] for a model of text."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+
+
+def output_bias(model) -> torch.Tensor | None:
+    """(V,) bias of the logits: the head's own, and -1e9 for banned tokens; None where there is neither."""
+    head, banned = model.get_output_embeddings(), banned_tokens(model.config)
+    if not banned:
+        return head.bias
+    bias_V = torch.zeros(head.weight.shape[0], device=head.weight.device) if head.bias is None else head.bias.clone()
+    bias_V[banned] = -1e9
+    return bias_V
+
+
+def backbone(model):
+    """The policy without its head; a vision-language model's with its eyes."""
+    if not banned_tokens(model.config):
+        return model.get_decoder()
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).model
+
+
+def hidden_states(body, tokens_BT, pixels: dict | None = None) -> torch.Tensor:
+    """(B, T, H) final hidden states of a `backbone`."""
+    if pixels and "image_grid_thw" in pixels:  # the Qwen family's positions need to know which tokens are an image
+        pixels = pixels | {"mm_token_type_ids": (tokens_BT == body.config.image_token_id).int()}
+    return body(input_ids=tokens_BT, **(pixels or {})).last_hidden_state
+
+
+def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0, entropy_grad: bool = False,
+                   pixels: dict | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of each masked token given those before it, and the entropy there (with a gradient only if asked for);
     (B, T) float32, 0 where the mask is False. Rows are padded on the right, so a causal model needs no attention mask:
-    nothing real looks at the padding.
+    nothing real looks at the padding. `pixels` are the images' inputs, see `pixel_inputs`.
     """
-    hidden_BTH = model.get_decoder()(input_ids=tokens_BT).last_hidden_state
+    hidden_BTH = hidden_states(backbone(model), tokens_BT, pixels)
     chosen_BT = mask_BT[:, 1:]  # the state before a token predicts it
     head = model.get_output_embeddings()
     logprobs_N, entropy_N = token_logprobs_from_hidden(hidden_BTH[:, :-1][chosen_BT], head.weight,
-                                                       tokens_BT[:, 1:][chosen_BT], temperature, head.bias,
+                                                       tokens_BT[:, 1:][chosen_BT], temperature, output_bias(model),
                                                        entropy_grad=entropy_grad)
     zeros_BT = torch.zeros(tokens_BT.shape, device=tokens_BT.device)
     return zeros_BT.masked_scatter(mask_BT, logprobs_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
@@ -128,13 +183,13 @@ class Critic(torch.nn.Module):
 
     def __init__(self, policy):
         super().__init__()
-        self.backbone = copy.deepcopy(policy.get_decoder())  # under LoRA: the frozen weights with adapters of its own
-        self.head = torch.nn.Linear(policy.config.hidden_size, 1, dtype=torch.float32)
+        self.backbone = copy.deepcopy(backbone(policy))  # under LoRA: the frozen weights with adapters of its own
+        self.head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, dtype=torch.float32)
         torch.nn.init.zeros_(self.head.weight)  # values start at 0, not at noise
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, tokens_BT, mask_BT):
-        hidden_BTH = self.backbone(input_ids=tokens_BT).last_hidden_state
+    def forward(self, tokens_BT, mask_BT, pixels=None):
+        hidden_BTH = hidden_states(self.backbone, tokens_BT, pixels)
         values_N = self.head(hidden_BTH[:, :-1][mask_BT[:, 1:]].float()).squeeze(-1)
         return torch.zeros(tokens_BT.shape, device=tokens_BT.device).masked_scatter(mask_BT, values_N)
 
@@ -194,11 +249,62 @@ def tiny_config(tokenizer) -> LlamaConfig:
                        eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
 
 
+TINY_VLM_TEMPLATE = ("{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+                     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+                     "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+TINY_PATCH = 16  # pixels: a cell of a board is one patch and one token
+
+
+def tiny_processor(words: str, image_size: int, mean=(0.5,) * 3, std=(0.5,) * 3) -> Idefics3Processor:
+    """The tiny tokenizer with an image processor for square pictures, which are scaled to `image_size` pixels and less `mean`, by
+    `std` (of colours from 0 to 1)."""
+    tokenizer, size = tiny_tokenizer(words), {"longest_edge": image_size}
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<fake_token_around_image>", "<image>", "<global-img>",
+                                                                "<end_of_utterance>"]})
+    image_processor = Idefics3ImageProcessorPil(do_image_splitting=False, size=size, max_image_size=size, image_mean=list(mean),
+                                                image_std=list(std))
+    return Idefics3Processor(image_processor, tokenizer, image_seq_len=(image_size // TINY_PATCH)**2,
+                             chat_template=TINY_VLM_TEMPLATE)
+
+
+def tiny_vlm_config(processor) -> Idefics3Config:
+    """About 1.2 M parameters: the tiny policy, and a layer that looks at the patches of a picture."""
+    tokenizer = processor.tokenizer
+    vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "image_size": processor.image_processor.max_image_size["longest_edge"], "patch_size": TINY_PATCH,
+              "initializer_range": 0.1}
+    return Idefics3Config(text_config=tiny_config(tokenizer).to_dict(), vision_config=vision, scale_factor=1,
+                          image_token_id=processor.image_token_id, pad_token_id=tokenizer.pad_token_id,
+                          eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False, initializer_range=0.1)
+
+
+def new_tiny(env, images: bool):
+    """(model, processor or tokenizer) of a tiny policy for the task, with the weights of torch's generator."""
+    words = getattr(env, "tiny_words", "")
+    if not images:
+        tokenizer = tiny_tokenizer(words)
+        return LlamaForCausalLM(tiny_config(tokenizer)).eval(), tokenizer
+    pictures = []
+    for problem_id in env.problems("train", 32):
+        env.reset(problem_id, seed=0)
+        pictures.append(env.image() / 255)
+    mean, std = (getattr(np.stack(pictures), name)((0, 1, 2)).round(4).tolist() for name in ("mean", "std"))
+    processor = tiny_processor(words, max(pictures[0].shape), mean, std)  # what all pictures share teaches nothing
+    return Idefics3ForConditionalGeneration(tiny_vlm_config(processor)).eval(), processor
+
+
 def demonstrations(env, chat: Chat, problem_ids, skill: float, max_turns: int, seed: int) -> tuple[list[dict], list]:
-    """Scripted episodes as rows {"tokens", "mask": True on the player's}, and each turn's (position, answer)."""
-    rng, rows, moves = np.random.default_rng(seed), [], []
+    """Scripted episodes as rows {"tokens", "mask": True on the player's, "images"}, and each turn's (position, answer)."""
+    rng, rows, moves, known = np.random.default_rng(seed), [], [], {}
+
+    def look():
+        if chat.image_processor is not None:
+            image = env.image()
+            return known.setdefault(image.tobytes(), image)  # thousands of episodes show few different pictures
+
     for problem_id in problem_ids:
-        tokens = chat.start(env.reset(problem_id, seed=int(rng.integers(2**31))))
+        message, images = env.reset(problem_id, seed=int(rng.integers(2**31))), [look()]
+        tokens = chat.start(message, images[-1])
         mask = [False] * len(tokens)
         for turn in range(max_turns):
             answer = env.scripted_answer(rng, skill)
@@ -208,9 +314,10 @@ def demonstrations(env, chat: Chat, problem_ids, skill: float, max_turns: int, s
             message, _, done, _ = env.step(answer)
             if done or turn + 1 == max_turns:
                 break
-            follow = chat.follow(message, answer_tokens[-1])
+            images.append(look())
+            follow = chat.follow(message, answer_tokens[-1], images[-1])
             tokens, mask = tokens + follow, mask + [False] * len(follow)
-        rows.append({"tokens": tokens, "mask": mask})
+        rows.append({"tokens": tokens, "mask": mask} | ({"images": images} if chat.image_processor else {}))
     return rows, moves
 
 
@@ -224,7 +331,8 @@ def blind_loss(moves: list) -> float:
                 for answers in counts.values() for count in answers.values()) / len(moves)
 
 
-def imitate(model, rows: list[dict], updates: int, learning_rate: float, batch_tokens: int, seed: int, progress):
+def imitate(model, image_processor, rows: list[dict], updates: int, learning_rate: float, batch_tokens: int, seed: int,
+            progress):
     """Cross-entropy on the demonstrator's tokens, AdamW, cosine to 0, batches of about `batch_tokens`."""
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -236,8 +344,7 @@ def imitate(model, rows: list[dict], updates: int, learning_rate: float, batch_t
         batch = [rows[index] for index in rng.integers(len(rows), size=size)]
         targets = sum(sum(row["mask"]) for row in batch)
         for chosen in micro_batches([len(row["tokens"]) for row in batch], max_tokens=4096):
-            padded = collate([batch[index] for index in chosen], pad_id=0)
-            logprobs_BT, _ = token_logprobs(model, padded["tokens"], padded["mask"])
+            logprobs_BT = row_logprobs(model, image_processor, [batch[index] for index in chosen])
             (-logprobs_BT.sum() / targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -246,17 +353,24 @@ def imitate(model, rows: list[dict], updates: int, learning_rate: float, batch_t
         progress.advance(task)
 
 
+def row_logprobs(model, image_processor, rows: list[dict]) -> torch.Tensor:
+    """(B, T) log-probs of the demonstrator's tokens."""
+    padded = collate(rows, pad_id=0)
+    pixels = pixel_inputs(image_processor, [row.get("images") for row in rows])
+    return token_logprobs(model, padded["tokens"], padded["mask"], pixels=pixels)[0]
+
+
 @torch.no_grad()
-def imitation_loss(model, rows: list[dict], turns: int) -> float:
+def imitation_loss(model, image_processor, rows: list[dict], turns: int) -> float:
     """Nats a turn of the demonstrator's answers under the model."""
     total = 0.0
     for chosen in micro_batches([len(row["tokens"]) for row in rows], max_tokens=8192):
-        padded = collate([rows[index] for index in chosen], pad_id=0)
-        total -= token_logprobs(model, padded["tokens"], padded["mask"])[0].sum().item()
+        total -= row_logprobs(model, image_processor, [rows[index] for index in chosen]).sum().item()
     return total / turns
 
 
-def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: float, max_turns: int) -> Path:
+def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: float, max_turns: int,
+                      images: bool = False) -> Path:
     """Folder of the tiny policy after imitation of a scripted player that errs, made once and kept in the cache.
 
     The key covers all that shapes it (settings, tokenizer, this code, the task's code), not the run's seed: every arm
@@ -264,20 +378,21 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     """
     learning_rate, batch_tokens, count = 4e-3, 8192, 40 * updates
     tokenizer = tiny_tokenizer(getattr(env, "tiny_words", ""))
-    recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate,
+    recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate, "images": images,
               "batch_tokens": batch_tokens, "demonstrations": count, "env": vars(env),
               "tokenizer": tokenizer.backend_tokenizer.to_str(), "template": TINY_TEMPLATE,
               "config": tiny_config(tokenizer).to_dict(), "versions": [torch.__version__, transformers.__version__],
               "code": [inspect.getsource(thing) for thing in
-                       (demonstrations, imitate, make_warm_start, Chat, token_logprobs, *type(env).__mro__[:-1])]}
+                       (demonstrations, imitate, make_warm_start, Chat, token_logprobs, new_tiny, tiny_vlm_config,
+                        tiny_processor, pixel_inputs, *type(env).__mro__[:-1])]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    folder = Path(cache_dir).expanduser() / f"tiny_{type(env).name}_{key}"
+    folder = Path(cache_dir).expanduser() / f"tiny{'_vlm' * images}_{type(env).name}_{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{folder}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "warm_start.json").is_file() or not (folder / "model.safetensors").is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count)
+            make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images)
     return folder
 
 
@@ -298,23 +413,23 @@ def up_to(env, split: str, count: int) -> list[int]:
     return env.problems(split, enough)
 
 
-def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count):
-    started, tokenizer = time.time(), tiny_tokenizer(getattr(env, "tiny_words", ""))
-    chat = Chat(tokenizer)
+def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images):
+    started = time.time()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(tiny_config(tokenizer)).eval()
+        model, processor = new_tiny(env, images)
+    chat = Chat(processor)
     with Progress(transient=True) as progress:
         problems = up_to(env, "train", 1536)
         rows, _ = demonstrations(env, chat, np.random.default_rng(seed).choice(problems, size=count), skill, max_turns, seed)
-        imitate(model, rows, updates, learning_rate, batch_tokens, seed, progress)
+        imitate(model, chat.image_processor, rows, updates, learning_rate, batch_tokens, seed, progress)
     rows, moves = demonstrations(env, chat, up_to(env, "heldout", 256), skill, max_turns, seed + 1)
-    report = {"imitation_loss_nats_per_move": imitation_loss(model, rows, len(moves)),
+    report = {"imitation_loss_nats_per_move": imitation_loss(model, chat.image_processor, rows, len(moves)),
               "blind_player_nats_per_move": blind_loss(moves), "updates": updates, "skill": skill,
               "seconds": round(time.time() - started, 1)}
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        processor.save_pretrained(temporary)
         (Path(temporary) / "warm_start.json").write_text(json.dumps(report, indent=1))
         os.rename(temporary, folder)
         os.mkdir(temporary)  # what the context manager expects to remove
@@ -327,33 +442,42 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
 
 
 def policy_folder(args, env) -> str | Path:
-    """Where --model is: a folder or hub id as given; `tiny`, warm-started on the task, and `smollm2` are made once and kept."""
-    if args.model == "tiny":
+    """Where --model is: a folder or hub id as given; `tiny` and `tiny-vlm`, warm-started on the task, and `smollm2` are made
+    once and kept."""
+    if args.model in ("tiny", "tiny-vlm"):
         return warm_started_tiny(env, Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
-                                 skill=args.warm_start_skill, max_turns=args.max_turns)
+                                 skill=args.warm_start_skill, max_turns=args.max_turns, images=args.model == "tiny-vlm")
     return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
 
 
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32):
     """(model, tokenizer) of a Hugging Face folder or hub id (a LoRA adapter comes merged into its base), in eval mode for good:
-    dropout would make the first ratio of an update differ from 1. MissingData, with a sentence, when there is nothing to load."""
+    dropout would make the first ratio of an update differ from 1. A model that takes images comes with its processor instead.
+    MissingData, with a sentence, when there is nothing to load."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if (Path(path) / "adapter_config.json").is_file():
+        adapter = (Path(path) / "adapter_config.json").is_file()
+        base = PeftConfig.from_pretrained(path).base_model_name_or_path if adapter else path
+        if hasattr(AutoConfig.from_pretrained(base), "vision_config"):
+            model, processor = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype), AutoProcessor.from_pretrained(path)
+            model = PeftModel.from_pretrained(model, path).merge_and_unload() if adapter else model
+        elif adapter:
+            processor = AutoTokenizer.from_pretrained(path)
             model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype).merge_and_unload()
         else:
+            processor = AutoTokenizer.from_pretrained(path)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError) as error:
         if (Path(path) / "config.json").is_file() or (Path(path) / "adapter_config.json").is_file():
             raise
         raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "
                           f"({str(error).splitlines()[0]})") from error
+    tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer.pad_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no pad token; set tokenizer.pad_token and save it again")
-    if not tokenizer.chat_template:
+    if not processor.chat_template:
         raise ValueError(f"the tokenizer of {path} has no chat template; take an instruct model, or set tokenizer.chat_template")
     check_head(model, path)
-    return model.eval(), tokenizer
+    return model.eval(), processor
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import math
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,8 +18,10 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from buffer import Episode
+from models import banned_tokens, pixel_inputs
 
 PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
+PREFILL_IMAGES = 128  # images that the vision part looks at in one pass
 ENV_THREADS = 16  # for tasks that wait for something outside (a checker, a server)
 
 
@@ -91,9 +94,10 @@ class HFEngine:
     """Samples with the trainer's own transformers model. Conversations keep their keys and values between calls, so a turn
     costs its new tokens only; a prompt that a whole group shares is read once; and rows that are finished leave the batch."""
 
-    def __init__(self, model, stop_ids: list[int], pad_id: int, decode=None):
-        """`decode` (token ids -> text) is needed for stop strings only."""
+    def __init__(self, model, stop_ids: list[int], pad_id: int, decode=None, image_processor=None):
+        """`decode` (token ids -> text) is needed for stop strings only, `image_processor` for images only."""
         self.model, self.stop_ids, self.pad_id, self.decode = model, set(stop_ids), pad_id, decode
+        self.image_processor, self.banned = image_processor, banned_tokens(model.config)
         text = model.config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or
                     ["sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"])
@@ -103,6 +107,7 @@ class HFEngine:
         if kinds != {"full_attention"} or text._attn_implementation != "sdpa":
             raise ValueError(f"--engine hf keeps keys and values of full attention through sdpa; this model has {sorted(kinds)} "
                              f"through {text._attn_implementation}: use --engine vllm")
+        self.mrope = "mrope_section" in (getattr(text, "rope_parameters", None) or {})  # the Qwen family: see `positions`
         self.sync()
 
     def sync(self):
@@ -110,6 +115,8 @@ class HFEngine:
         self.cache = SlotCache()
         self.slots = []  # the conversation in each slot
         self.cached = {}  # conversation: its tokens whose keys and values are there
+        self.image_names, self.features = {}, {}  # content of an image: its name, below 0; name: its hidden states (tokens, H)
+        self.grids, self.shifts = {}, {}  # name: rows and columns; conversation: position less place of its next token
 
     def release(self):
         """Sampling is over for now: leave the memory to the training."""
@@ -120,8 +127,9 @@ class HFEngine:
 
     @torch.inference_mode()
     def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int,
-                 temperature: float, stop: tuple[str, ...] = ()) -> list[Completion]:
+                 temperature: float, stop: tuple[str, ...] = (), images: list[list] | None = None) -> list[Completion]:
         """Continue each sequence by at most `max_new_tokens` tokens, up to and with a stop token or a string of `stop`.
+        `images` of each sequence, (H, W, 3) uint8, stand in the order of their placeholders.
 
         `ids` name the conversations; what is cached of one and still begins its sequence is not computed again, and
         conversations that are missing from `ids` leave the cache. What a sequence gets depends on its seed and its
@@ -134,6 +142,8 @@ class HFEngine:
         self.model.eval()
         uniform_BT = np.stack([np.random.default_rng([seed, len(sequence)]).random(max_new_tokens)
                                for seed, sequence in zip(seeds, sequences)])
+        if images is not None:
+            sequences = self.with_names(sequences, images)
         place = {id: place for place, id in enumerate(ids)}
         completions = [Completion([], [], "length") for _ in ids]
         state_SH = self.read(ids, sequences)
@@ -157,7 +167,10 @@ class HFEngine:
 
     def draw(self, state_SH, uniform_S: np.ndarray, temperature: float) -> tuple[list[int], list[float]]:
         """A token and its log-prob for each final hidden state, by the row's own uniform number."""
-        logprobs_SV = torch.log_softmax(self.model.get_output_embeddings()(state_SH).float() / (temperature or 1.0), dim=-1)
+        logits_SV = self.model.get_output_embeddings()(state_SH).float()
+        if self.banned:
+            logits_SV[:, self.banned] = -1e9  # as the trainer has it
+        logprobs_SV = torch.log_softmax(logits_SV / (temperature or 1.0), dim=-1)
         if temperature == 0:
             token_S1 = logprobs_SV.argmax(-1, keepdim=True)
         else:  # inverse CDF: a row's draw needs nothing but its own number
@@ -175,6 +188,33 @@ class HFEngine:
         tail = self.decode(tokens[-max(len(string.encode()) for string in stop) - 16:])  # a token is a byte or more; 16: specials
         return any(string in tail for string in stop)
 
+    def with_names(self, sequences, images) -> list[list[int]]:
+        """The sequences with each image's placeholders replaced by its name, so that what is the same to the model is the same
+        here. What an image looks like to the language model is computed once for each content."""
+        keys = [[(image.shape, image.tobytes()) for image in row] for row in images]
+        new = {key: image for row, more in zip(keys, images) for key, image in zip(row, more) if key not in self.image_names}
+        for first in range(0, len(new), PREFILL_IMAGES):
+            part = list(new.items())[first:first + PREFILL_IMAGES]
+            pixels = pixel_inputs(self.image_processor, [[image for _, image in part]], self.model.device)
+            seen = self.model.get_image_features(**pixels)
+            if getattr(seen, "deepstack_features", None) is not None:
+                raise ValueError(f"--engine hf cannot give images to {self.model.config.model_type}, which feeds them to several "
+                                 "layers")
+            for place, ((key, _), state_TH) in enumerate(zip(part, seen.pooler_output)):
+                self.image_names[key] = name = -1 - len(self.image_names)
+                self.features[name] = state_TH
+                if self.mrope:
+                    self.grids[name] = (pixels["image_grid_thw"][place, 1:] //
+                                        self.model.config.vision_config.spatial_merge_size).tolist()
+        placeholder, named = self.model.config.image_token_id, []
+        for sequence, row in zip(sequences, keys):
+            names = [name for key in row for name in [self.image_names[key]] * len(self.features[self.image_names[key]])]
+            if sequence.count(placeholder) != len(names):
+                raise ValueError(f"{len(row)} images of {len(names)} tokens for {sequence.count(placeholder)} placeholders")
+            name_of = iter(names)
+            named.append([next(name_of) if token == placeholder else token for token in sequence])
+        return named
+
     def read(self, ids, sequences) -> torch.Tensor:
         """Give each conversation a slot, feed what is not cached; returns the last hidden states (S, H) in slot order."""
         for id, sequence in zip(ids, sequences):
@@ -182,6 +222,8 @@ class HFEngine:
             if known != sequence[:len(known)]:  # rewritten: what still begins it stays
                 known = known[:next((place for place, (a, b) in enumerate(zip(known, sequence)) if a != b), len(sequence))]
             self.cached[id] = known[:len(sequence) - 1]  # the last token is fed again: its state is needed
+            self.shifts[id] = sum(max(self.grids[name]) - len(self.features[name]) for name, _ in groupby(self.cached[id])
+                                  if name < 0 and self.mrope)
         sequence_of = dict(zip(ids, sequences))
         stays = [slot for slot, id in enumerate(self.slots) if id in sequence_of]
         self.to_front(stays)
@@ -210,6 +252,7 @@ class HFEngine:
             for slot, source in twins:
                 state_SH[slot] = state_SH[source]
                 self.cached[self.slots[slot]] = list(self.cached[self.slots[source]])
+                self.shifts[self.slots[slot]] = self.shifts[self.slots[source]]
         return torch.stack(state_SH)
 
     def to_front(self, going: list[int]):
@@ -221,6 +264,24 @@ class HFEngine:
             for hole, mover in zip(holes, movers):
                 self.slots[hole], self.slots[mover] = self.slots[mover], self.slots[hole]
 
+    def positions(self, ids, starts: list[int], chunks: list[list[int]], width: int) -> torch.Tensor:
+        """(3, N, W) multimodal rotary positions (Qwen2-VL, arXiv 2409.12191, 2.1): an image's tokens share one position in time
+        and count rows and columns from there; the text after it goes on behind the larger of the two."""
+        positions_3NW = torch.zeros(3, len(ids), width, dtype=torch.long)
+        for row, (id, start, chunk) in enumerate(zip(ids, starts, chunks)):
+            place = 0
+            for name, run in groupby(chunk, key=lambda token: min(token, 0)):
+                count, now = len(list(run)), start + place + self.shifts[id]
+                if name < 0:
+                    height, columns = self.grids[name]
+                    grid = torch.meshgrid(torch.arange(1), torch.arange(height), torch.arange(columns), indexing="ij")
+                    positions_3NW[:, row, place:place + count] = now + torch.stack(grid).reshape(3, -1)
+                    self.shifts[id] += max(height, columns) - count
+                else:
+                    positions_3NW[:, row, place:place + count] = now + torch.arange(count)
+                place += count
+        return positions_3NW
+
     def forward(self, rows: slice | torch.Tensor, chunks: list[list[int]]) -> torch.Tensor:
         """Feed the slots `rows` their next tokens; returns the hidden state (N, H) after each one's last."""
         ids = self.slots[rows] if isinstance(rows, slice) else [self.slots[slot] for slot in rows.tolist()]
@@ -231,11 +292,20 @@ class HFEngine:
         end = max(starts) + width
         mask_N1WE = torch.arange(end, device=device) <= position_NW[:, None, :, None]  # causal; padding is to the right of all
         self.cache.place(rows if isinstance(rows, slice) else rows.to(device), position_NW, end)
-        config = self.model.config.get_text_config()
+        decoder, at = self.model.get_decoder(), position_NW
+        if self.mrope:
+            at = self.positions(ids, starts, chunks, width).to(device)
+        inputs = {"input_ids": tokens_NW}
+        shown = [self.features[name] for chunk in chunks for name, _ in groupby(chunk) if name < 0]
+        if shown:  # no chunk ends inside an image, and something stands between two
+            embedded_NWH = self.model.get_input_embeddings()(tokens_NW.clamp(min=0))
+            embedded_NWH[tokens_NW < 0] = torch.cat(shown).to(embedded_NWH.dtype)
+            inputs = {"inputs_embeds": embedded_NWH}
+        config = decoder.config
         config._attn_implementation = "grouped"  # for this pass only: the trainer's have no cache and no mask
         try:
-            hidden_NWH = self.model.get_decoder()(input_ids=tokens_NW, attention_mask=mask_N1WE, position_ids=position_NW,
-                                                  past_key_values=self.cache, use_cache=True).last_hidden_state
+            hidden_NWH = decoder(**inputs, attention_mask=mask_N1WE, position_ids=at, past_key_values=self.cache,
+                                 use_cache=True).last_hidden_state
         finally:
             config._attn_implementation = "sdpa"
         for id, chunk in zip(ids, chunks):
@@ -281,22 +351,39 @@ def text_of(message) -> str:
     return message
 
 
-def begin(env, problem_id, seed) -> str:
-    return text_of(env.reset(int(problem_id), int(seed)))
+def picture(env) -> np.ndarray | None:
+    """What the policy sees beside the message, checked; with the view "blank" nothing, in a picture of the same size."""
+    view = getattr(env, "view", "text")
+    image = env.image() if view != "text" else None
+    if image is not None and not (isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and
+                                  image.shape[2] == 3 and image.size):
+        raise TypeError(f"image() must be an (H, W, 3) uint8 array, not {getattr(image, 'dtype', type(image))} "
+                        f"{getattr(image, 'shape', '')}")
+    return np.zeros_like(image) if view == "blank" and image is not None else image
 
 
-def step(env, answer: str) -> tuple[str, float, bool, bool, bool]:
-    """(message, score, done, valid, success) of a turn, checked."""
+def begin(env, problem_id, seed) -> tuple[str, np.ndarray | None]:
+    return text_of(env.reset(int(problem_id), int(seed))), picture(env)
+
+
+def step(env, answer: str) -> tuple[str, np.ndarray | None, float, bool, bool, bool]:
+    """(message, image, score, done, valid, success) of a turn, checked."""
     message, score, done, valid = env.step(answer)
     score = float(score)
     if not math.isfinite(score) or abs(score) > 1e30:
         raise ValueError(f"the score {score} is not finite")
-    return text_of("" if message is None and done else message), score, bool(done), bool(valid), bool(env.success == 1)
+    return (text_of("" if message is None and done else message), None if done else picture(env), score, bool(done), bool(valid),
+            bool(env.success == 1))
 
 
 def told(env) -> dict:
     """The task's own `info` as JSON knows it."""
     return json.loads(json.dumps(dict(getattr(env, "info", {})), default=lambda value: value.tolist(), allow_nan=False))
+
+
+def shown(text: str, images: list) -> dict:
+    """The transcript's entry of a user's message."""
+    return {"role": "user", "content": text} | ({"image": images[0]} if images else {})
 
 
 def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
@@ -307,34 +394,46 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
     each = pool.map if pool else map  # both keep the order, so that threads do not change a run
     infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "context_full": False,
               "overlong": False, "env_error": ""} for _ in envs]
-    firsts = []
-    for info, (message, error) in zip(infos, each(lambda env, problem, seed: guarded(begin, env, problem, seed),
-                                                  envs, problem_ids, seeds)):
+    firsts, pictures, known = [], [], {}
+
+    def kept(image) -> list:
+        """[image], one array for all of one content; [] for None."""
+        return [] if image is None else [known.setdefault((image.shape, image.tobytes()), image)]
+
+    for info, (result, error) in zip(infos, each(lambda env, problem, seed: guarded(begin, env, problem, seed),
+                                                 envs, problem_ids, seeds)):
         info["env_error"] = error
-        firsts.append(message if not error else "(the environment failed)")
-    transcripts = [[{"role": "user", "content": message}] for message in firsts]
-    tokens = [chat.start(message)[:context_length] for message in firsts]  # one that is too long is never played
+        message, image = ("(the environment failed)", None) if error else result
+        firsts.append(message)
+        pictures.append(kept(image))
+    transcripts = [[shown(message, images)] for message, images in zip(firsts, pictures)]
+    tokens = [chat.start(message, *images) for message, images in zip(firsts, pictures)]
+    turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
+    for i, info in enumerate(infos):
+        if len(tokens[i]) + max_new_tokens > context_length:  # never played
+            info["truncated"] = info["context_full"] = True
+            tokens[i], pictures[i] = chat.start(firsts[i])[:context_length], []
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
-    turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
-    for info, row in zip(infos, tokens):
-        if len(row) + max_new_tokens > context_length:
-            info["truncated"] = info["context_full"] = True
     playing = [i for i, info in enumerate(infos) if not info["env_error"] and not info["context_full"]]
+    looks = getattr(envs[0], "view", "text") != "text"
     for turn in range(max_turns):
         if not playing:
             break
+        seen = {"images": [pictures[i] for i in playing]} if looks else {}
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
-                                      max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())))
+                                      max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())), **seen)
         answers = [chat.text(completion.tokens) for completion in completions]
         results = each(lambda i, answer: guarded(step, envs[i], answer), playing, answers)
         still_playing = []
         for i, completion, answer, (result, error) in zip(playing, completions, answers, results):
-            message, score, done, valid, success = ("(the environment failed)", 0.0, True, True, False) if error else result
+            message, image, score, done, valid, success = (("(the environment failed)", None, 0.0, True, True, False) if error
+                                                           else result)
+            more = kept(image)
             tokens[i] += completion.tokens
             masks[i] += [True] * len(completion.tokens)
             logprobs[i] += completion.logprobs
-            transcripts[i] += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
+            transcripts[i] += [{"role": "assistant", "content": answer}, shown(message, more)]
             turn_ends[i].append(len(tokens[i]))
             turn_rewards[i].append(score - format_penalty * (not valid))
             scores[i].append(score)
@@ -350,11 +449,12 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
             if turn + 1 == max_turns:
                 info["truncated"] = True
                 continue
-            follow = chat.follow(message, completion.tokens[-1])
+            follow = chat.follow(message, completion.tokens[-1], *more)
             if len(tokens[i]) + len(follow) + max_new_tokens > context_length:
                 info["truncated"] = info["context_full"] = True
-                continue
+                continue  # the image that has no room goes with its tokens
             tokens[i] += follow
+            pictures[i] += more
             masks[i] += [False] * len(follow)
             logprobs[i] += [0.0] * len(follow)
             still_playing.append(i)
@@ -372,6 +472,6 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
                 turn_ends=np.array(turn_ends[i], np.int32), turn_rewards=np.array(turn_rewards[i], np.float32),
                 reward=float(sum(turn_rewards[i])), score=float(sum(scores[i])), problem_id=int(problem_ids[i]),
                 group_id=int(group_ids[i]), policy_step=policy_step, last_policy_step=policy_step,
-                iteration=iteration, info=infos[i])
+                iteration=iteration, images=pictures[i] if looks else None, info=infos[i])
         for i in range(len(envs))]
     return episodes, transcripts

@@ -1,4 +1,5 @@
 """The run folder: what is written while a run goes on, checkpoints, and the line or bar on the screen."""
+import hashlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from PIL import Image
 from peft import set_peft_model_state_dict
 from rich.console import Console, Group
 from rich.live import Live
@@ -47,7 +49,7 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
 
 
-def save_checkpoint(run: Path, learner, tokenizer, memories: dict, state: dict, keep: int):
+def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int):
     """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
     name) and the counters of `state`; written whole, then renamed. Older ones than the newest `keep` go."""
     folder = run / "checkpoints" / f"step_{state['step']}"
@@ -55,7 +57,7 @@ def save_checkpoint(run: Path, learner, tokenizer, memories: dict, state: dict, 
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     learner.accelerator.unwrap_model(learner.policy).save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
+    processor.save_pretrained(temporary)
     for name, optimizer in learner.optimizers().items():
         moments = optimizer.state_dict()["state"]
         save_file({f"{index}.{key}": value.clone() for index, entry in moments.items() for key, value in entry.items()},
@@ -145,6 +147,8 @@ def episode_record(chat, iteration: int, episode, transcript=None, age=0, weight
         edges = np.flatnonzero(np.diff(episode.action_mask.astype(int))) + 1
         transcript = [{"role": "user" if place % 2 == 0 else "assistant", "content": chat.text(part.tolist())}
                       for place, part in enumerate(np.split(episode.tokens, edges))]
+        for turn, image in zip(transcript[::2], episode.images or ()):
+            turn["image"] = image
     return {"iteration": iteration, "kind": kind, "problem_id": episode.problem_id, "group_id": episode.group_id,
             "policy_step": episode.policy_step, "age": int(age), "weight": float(weight), "reward": episode.reward,
             "score": episode.score, "info": episode.info, "transcript": transcript,
@@ -152,6 +156,20 @@ def episode_record(chat, iteration: int, episode, transcript=None, age=0, weight
             "action_mask": episode.action_mask.astype(int).tolist(), "advantages": rounded(episode.advantages),
             "behavior_logprobs": rounded(episode.behavior_logprobs),
             "log_ratios": None if log_ratios is None else rounded(log_ratios)}
+
+
+def with_files(folder: Path, record: dict) -> dict:
+    """The record with the images of its transcript as files images/<hash of the content>.png in `folder`."""
+    transcript = [dict(turn) for turn in record.get("transcript", ())]
+    for turn in transcript:
+        if "image" in turn:
+            image = turn["image"]
+            turn["image"] = f"images/{hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()[:16]}.png"
+            if not (folder / turn["image"]).exists():
+                (folder / "images").mkdir(exist_ok=True)
+                Image.fromarray(image).save(folder / "images" / ".new", format="PNG")
+                os.replace(folder / "images" / ".new", folder / turn["image"])
+    return record | ({"transcript": transcript} if transcript else {})
 
 
 def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
@@ -277,7 +295,7 @@ class RunLog:
     def iteration(self, metrics: dict, shown: list[dict]):
         self.append("metrics.jsonl", metrics)
         for record in shown:
-            self.append("episodes.jsonl", record)
+            self.append("episodes.jsonl", with_files(self.run, record))
         numbers = {key: value for key, value in metrics.items() if value is not None}
         if self.wandb is not None:
             import wandb

@@ -200,15 +200,18 @@ class Sokoban(BoardGame):
     role = "You are playing Sokoban."
     legend = "P is you, S is you on a target, X is a box, √ is a box on a target, O is a target, # is wall, _ is floor"
     example = ("# # # # #\n# P X O #\n# # # # #", "Right")
+    picture = ("grey bricks are wall, a crate is a box, brown off a target and green on one, a small red disc is a target, the "
+               "blue disc is you, on pink while you stand on a target")
 
     def __init__(self, *, size: int = 6, boxes: int = 1, max_moves: int = 0, levels: str = "generated",
-                 level_size: int = 10, prompt: str = "full"):
+                 level_size: int = 10, prompt: str = "full", view: str = "text"):
         require(6 <= size <= 12, f"size={size}: allowed is 6 to 12, walls included")
         require(1 <= boxes <= 4, f"boxes={boxes}: allowed is 1 to 4")
         require(max_moves == 0 or max_moves >= 4 * boxes, f"max_moves={max_moves}: allowed is 0 or at least 4 a box")
         self.size, self.boxes, self.max_moves, self.level_size = size, boxes, max_moves, level_size
         self.levels = one_of("levels", levels, ("generated", "microban", "sasquatch"))
         self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+        self.view = one_of("view", view, ("text", "image", "blank"))
 
     def split_of(self, content: str) -> str:
         published = self.levels != "generated" and content in level_contents(self.levels)

@@ -84,8 +84,8 @@ class Args:
 
     # ---- policy
     model: str = "tiny"
-    """tiny (about 1 M parameters, warm-started by imitating a weak player), smollm2 (SmolLM2-135M-Instruct from a pip package),
-    a Hugging Face folder or a hub id."""
+    """tiny (about 1 M parameters, warm-started by imitating a weak player), tiny-vlm (the same with eyes, for --env-options view
+    image), smollm2 (SmolLM2-135M-Instruct from a pip package), a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights."""
     lora_rank: int = 0
@@ -391,16 +391,27 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
 
     try:
         task = load_env(args.env)
-        if args.model == "tiny" and "prompt" in inspect.signature(task.__init__).parameters:
+        options = inspect.signature(task.__init__).parameters
+        if args.model in ("tiny", "tiny-vlm") and "prompt" in options:
             args.env_options = {"prompt": "tiny"} | args.env_options  # its vocabulary has no words for more
+        if args.model == "tiny-vlm":
+            small = {"view": "image", "cell_pixels": "16"}  # a cell is a patch
+            args.env_options = {name: value for name, value in small.items() if name in options} | args.env_options
         make_env_factory(args.env, args.env_options)()
     except (MissingData, ValueError) as error:
-        if args.model == "tiny" and "prompt='tiny'" in str(error):
+        if args.model in ("tiny", "tiny-vlm") and "prompt='tiny'" in str(error):
             fail(f"--env {args.env} has no text for the tiny policy; take another, such as --model smollm2")
         fail(str(error))
+    default = options["view"].default if "view" in options else getattr(task, "view", "text")
+    looks = args.env_options.get("view", default) != "text"
+    if args.model in ("tiny", "tiny-vlm") and (looks != (args.model == "tiny-vlm") or looks and "prompt" not in options):
+        fail(f"--model {args.model} with --env {args.env} {args.env_options}: tiny-vlm is for tasks that show images "
+             "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
+    if looks and args.engine not in ("auto", "hf"):
+        fail(f"--engine {args.engine} is not given images yet: use --engine hf")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
-    if args.model != "tiny" and not args.resume:  # two defaults that are for the tiny policy
+    if args.model not in ("tiny", "tiny-vlm") and not args.resume:  # two defaults that are for the tiny policy
         for name, value in (("max_new_tokens", 128), ("lr", 1e-6)):
             if name not in given | in_config:
                 setattr(args, name, value)
@@ -501,7 +512,7 @@ def rng_of(args: Args, purpose: str, iteration: int) -> np.random.Generator:
     return np.random.default_rng([args.seed, zlib.crc32(purpose.encode()), iteration])
 
 
-def make_learner(args: Args, policy) -> Learner:
+def make_learner(args: Args, policy, image_processor=None) -> Learner:
     """The policy with its optimiser, and critic and reference where the objective needs them."""
     accelerator, objective = Accelerator(cpu=not torch.cuda.is_available()), objective_of(args)
 
@@ -521,7 +532,7 @@ def make_learner(args: Args, policy) -> Learner:
     critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
     policy, optimizer = prepared(policy, args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
-    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference)
+    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)
 
 
 def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> list[int]:
@@ -535,7 +546,9 @@ def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> li
 def make_engine(args: Args, policy, chat: Chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
     kind, why = args.engine, "as --engine asks"
-    if kind == "auto" and torch.cuda.is_available():
+    if kind == "auto" and chat.image_processor is not None:
+        kind, why = "hf", "the policy takes images"
+    elif kind == "auto" and torch.cuda.is_available():
         kind, why = "vllm", "there is a GPU"
         if importlib.util.find_spec("vllm") is None:
             kind, why = "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
@@ -545,7 +558,7 @@ def make_engine(args: Args, policy, chat: Chat, folder):
         print(f"engine: {kind} ({why})")
     stop_ids = chat.stop_ids(policy.generation_config)
     if kind == "hf":
-        return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text)
+        return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text, chat.image_processor)
     from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
         return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
@@ -575,10 +588,12 @@ def main(args: Args) -> dict:
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
         folder = policy_folder(args, make_env())
-        policy, tokenizer = load_policy(folder, getattr(torch, args.dtype))
+        policy, processor = load_policy(folder, getattr(torch, args.dtype))
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
-    chat = Chat(tokenizer)
+    chat = Chat(processor)
+    if getattr(make_env(), "view", "text") != "text" and chat.image_processor is None:
+        fail(f"--model {args.model} takes no images, which --env {args.env} shows: use tiny-vlm or another model that does")
     try:
         rewritten = chat.rewritten_history() if args.max_turns > 1 else None
         chat.stop_ids()
@@ -588,7 +603,8 @@ def main(args: Args) -> dict:
         fail(f"the chat template of {args.model} rewrites the conversation: {rewritten}. What is trained on would not be what "
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
     parameters = matmul_parameters(policy)
-    learner = make_learner(args, policy)  # the reference is the policy at the start, also when a run is resumed
+    # the reference is the policy at the start, also when a run is resumed
+    learner = make_learner(args, policy, chat.image_processor)
 
     memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
                                            group_size=max(2, args.group_size), seed=args.seed)}
@@ -755,7 +771,7 @@ def main(args: Args) -> dict:
             log.iteration(metrics, shown)
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
                 state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
-                save_checkpoint(run, learner, tokenizer, memories, state, args.keep_checkpoints)
+                save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints)
         plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None:
             plot_drift(run, drift)

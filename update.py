@@ -8,7 +8,7 @@ import torch
 
 from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
                     m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
-from models import collate, micro_batches, token_logprobs
+from models import collate, micro_batches, pixel_inputs, token_logprobs
 
 PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
@@ -20,7 +20,7 @@ CRITIC_METRICS = ("value_loss", "value_clip_fraction", "explained_variance", "cr
 @dataclass
 class Learner:
     """What an update changes and reads. `critic` and `reference` are None where the objective has
-    none; under LoRA the reference is the policy without its adapters."""
+    none; under LoRA the reference is the policy without its adapters. `image_processor`: for images only."""
     args: object
     accelerator: object
     policy: torch.nn.Module
@@ -30,6 +30,7 @@ class Learner:
     critic_optimizer: torch.optim.Optimizer | None = None
     reference: torch.nn.Module | None = None
     scored: Counter = field(default_factory=Counter)  # tokens of `per_token` by kind, for the ledger
+    image_processor: object | None = None
 
     @property
     def device(self):
@@ -76,23 +77,29 @@ def padded(rows) -> torch.Tensor:
     return collate([{"row": row} for row in rows], 0)["row"]
 
 
+def pixels_of(learner: Learner, episodes) -> dict[str, torch.Tensor]:
+    return pixel_inputs(learner.image_processor, [episode.images for episode in episodes], learner.device)
+
+
 @torch.no_grad()
 def per_token(function, episodes, learner: Learner, kind: str = "values") -> torch.Tensor:
-    """function(tokens_BT, mask_BT) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is what
-    its cost is booked as, one of ledger.SCORED."""
+    """function(tokens_BT, mask_BT, pixels) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is
+    what its cost is booked as, one of ledger.SCORED."""
     args, rows = learner.args, [None] * len(episodes)
     learner.scored[kind] += sum(len(episode.tokens) for episode in episodes)
     for micro in micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size):
         tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
         mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
-        for row, values_T in zip(micro, function(tokens_BT, mask_BT).cpu()):
+        pixels = pixels_of(learner, [episodes[row] for row in micro])
+        for row, values_T in zip(micro, function(tokens_BT, mask_BT, pixels).cpu()):
             rows[row] = values_T[:len(episodes[row].tokens)]
     return padded(rows)
 
 
 def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Tensor:
     """(B, T) log-probs of the episodes' action tokens under `model` now."""
-    return per_token(lambda tokens_BT, mask_BT: token_logprobs(model, tokens_BT, mask_BT, learner.args.temperature)[0],
+    temperature = learner.args.temperature
+    return per_token(lambda tokens_BT, mask_BT, pixels: token_logprobs(model, tokens_BT, mask_BT, temperature, pixels=pixels)[0],
                      episodes, learner, kind)
 
 
@@ -247,7 +254,8 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
     """(loss of the policy, loss of the critic or None, log-probs (B, T), sums of metrics over tokens) of a micro-batch."""
     args, objective = learner.args, objective_of(learner.args)
     mask_BT, weights_B, aggregation = batch["mask"], batch["weights"], objective.aggregation
-    logprobs_BT, entropy_BT = token_logprobs(learner.policy, batch["tokens"], mask_BT, args.temperature, bool(args.entropy_coef))
+    logprobs_BT, entropy_BT = token_logprobs(learner.policy, batch["tokens"], mask_BT, args.temperature, bool(args.entropy_coef),
+                                             batch["pixels"])
     if objective.loss == "tba":
         options = options | {"reference_logprobs_BT": batch["reference"], "log_z_B": batch["log_z"]}
     # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
@@ -268,7 +276,8 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
         loss = loss - args.entropy_coef * aggregate(entropy_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
     critic_loss = None
     if learner.critic is not None:
-        critic_loss, part = value_loss(learner.critic(batch["tokens"], mask_BT), batch["targets"], mask_BT, weights_B=weights_B,
+        values_BT = learner.critic(batch["tokens"], mask_BT, batch["pixels"])
+        critic_loss, part = value_loss(values_BT, batch["targets"], mask_BT, weights_B=weights_B,
                                        old_values_BT=batch["old_values"], clip=args.value_clip, aggregation=aggregation,
                                        **per_step)
         sums["value_clip_fraction"] = tokens * part.get("value_clip_fraction", 0.0)
@@ -294,6 +303,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         width = len(episodes[picked[0]].tokens)  # rows come sorted, the longest first
         batch = {name: (tensor[picked, :width] if tensor.ndim == 2 else tensor[picked]).to(learner.device)
                  for name, tensor in rows.items()}
+        batch["pixels"] = pixels_of(learner, [episodes[row] for row in picked])
         loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
         learner.accelerator.backward(loss)
         sums |= {"loss": loss.item(), "tokens_computed": sum(len(episodes[row].tokens) for row in picked)}

@@ -1,0 +1,370 @@
+"""Geometry questions about a picture, in the layout of GeoQA: image, question, choices, answer.
+
+`data` "generated" draws its own diagrams, true to scale, with exact answers; else rows of a file, folder or hub data set.
+"""
+import functools
+import io
+import string
+from math import acos, atan2, cos, hypot, pi, radians, sin
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from buffer import one_of, require
+from envs import PATIENCE, parse_answer
+from maths import GOLD_COLUMNS, HELDOUT_NAMES, PROBLEM_COLUMNS, column, content_hash, final_answer, first, gold_of, is_right, \
+    read, side_of, tagged
+
+IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")
+CHOICE_COLUMNS = ("choices", "options")
+ANSWER_COLUMNS = ("label", *GOLD_COLUMNS)
+LETTERS = string.ascii_uppercase
+
+
+class Figure(NamedTuple):
+    """A question and its drawing: points in any unit, labels at points, all turned by `turn` radians when drawn."""
+    question: str
+    gold: int
+    wrong: list[int]  # what typical mistakes give
+    lines: list  # pairs of points
+    labels: list  # (point, text)
+    circles: list = []  # (centre, radius)
+    turn: float = 0.0
+
+
+class Question(NamedTuple):
+    text: str
+    image: object  # a path, bytes, or a problem id of the generated ones
+    choices: tuple[str, ...]  # () where the answer is a value
+    gold: str  # a letter, or the value
+    split: str
+
+
+# ------------------------------------------------------------------------------------------------- generated figures
+
+
+def along(a, b, share: float):
+    return a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])
+
+
+def polar(length: float, degrees: float):
+    return length * cos(radians(degrees)), length * sin(radians(degrees))
+
+
+def inside(vertex, a, b, size: float):
+    """Where the label of the angle a-vertex-b stands: on its bisector, farther out where the angle is narrow."""
+    one, two = ((point[0] - vertex[0], point[1] - vertex[1]) for point in (a, b))
+    one, two = ((x / hypot(x, y), y / hypot(x, y)) for x, y in (one, two))
+    half = acos(max(-1.0, min(1.0, one[0] * two[0] + one[1] * two[1]))) / 2
+    way = atan2(one[1] + two[1], one[0] + two[0])
+    length = min(0.4, 0.09 / sin(half)) * size
+    return vertex[0] + length * cos(way), vertex[1] + length * sin(way)
+
+
+def beside(a, b, away_from, size: float):
+    """Where the label of the side a-b stands: off its middle, on the side away from a point."""
+    middle = along(a, b, 0.5)
+    normal = (a[1] - b[1]) / hypot(a[0] - b[0], a[1] - b[1]), (b[0] - a[0]) / hypot(a[0] - b[0], a[1] - b[1])
+    outside = (middle[0] - away_from[0]) * normal[0] + (middle[1] - away_from[1]) * normal[1] > 0
+    shift = 0.09 * size * (1 if outside else -1)
+    return middle[0] + shift * normal[0], middle[1] + shift * normal[1]
+
+
+def triangle(alpha: float, beta: float):
+    """Corners with these angles (degrees) at the first two; the base has length 1."""
+    side = sin(radians(beta)) / sin(radians(alpha + beta))
+    return (0.0, 0.0), (1.0, 0.0), polar(side, alpha)
+
+
+def sides(a, b, c):
+    return [(a, b), (b, c), (c, a)]
+
+
+def third_angle(rng):
+    alpha, beta = (int(angle) for angle in rng.integers(30, 76, 2))
+    a, b, c = triangle(alpha, beta)
+    labels = [(inside(a, b, c, 1), f"{alpha}°"), (inside(b, a, c, 1), f"{beta}°"), (inside(c, a, b, 1), "x")]
+    return Figure("Two angles of the triangle are given. How many degrees is the angle x?", 180 - alpha - beta,
+                  [alpha + beta, 180 - alpha, 180 - beta, abs(90 - alpha)], sides(a, b, c), labels)
+
+
+def isosceles(rng):
+    base = int(rng.integers(30, 76))
+    a, b, c = triangle(base, base)
+    labels = [(beside(b, c, a, 1), "s"), (beside(a, c, b, 1), "s"), (inside(c, a, b, 1), f"{180 - 2 * base}°"),
+              (inside(a, b, c, 1), "x")]
+    return Figure("The two sides marked s are equal. How many degrees is the angle x?", base,
+                  [180 - 2 * base, 2 * base, 90 - base // 2, 180 - base], sides(a, b, c), labels)
+
+
+def right_triangle(rng):
+    short, long, slant = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))[rng.integers(6)]
+    scale, asked = int(rng.integers(1, 10)), int(rng.integers(3))
+    lengths = [scale * length for length in (short, long, slant)]
+    a, b, c = (0.0, 0.0), (float(lengths[1]), 0.0), (0.0, float(lengths[0]))
+    size, names = lengths[2], ["x" if place == asked else str(length) for place, length in enumerate(lengths)]
+    corner = size / 15
+    square = [((corner, 0.0), (corner, corner)), ((corner, corner), (0.0, corner))]
+    labels = [(beside(a, c, b, size), names[0]), (beside(a, b, c, size), names[1]), (beside(b, c, a, size), names[2])]
+    known = [length for place, length in enumerate(lengths) if place != asked]
+    return Figure("The marked angle is a right angle. How long is the side x?", lengths[asked],
+                  [sum(known), max(known) - min(known), lengths[asked] + scale, max(1, lengths[asked] - scale)],
+                  sides(a, b, c) + square, labels)
+
+
+def rectangle(rng):
+    width, height = (int(length) for length in rng.integers(3, 31, 2))
+    a, b, c, d = (0.0, 0.0), (float(width), 0.0), (float(width), float(height)), (0.0, float(height))
+    size, middle = max(width, height), (width / 2, height / 2)
+    labels = [(beside(a, b, middle, size), str(width)), (beside(b, c, middle, size), str(height))]
+    lines = [(a, b), (b, c), (c, d), (d, a)]
+    if rng.random() < 0.5:
+        return Figure("What is the area of the rectangle?", width * height,
+                      [2 * (width + height), width + height, width * height // 2, width * height + width], lines, labels)
+    return Figure("What is the perimeter of the rectangle?", 2 * (width + height),
+                  [width * height, width + height, 2 * width + height, width + 2 * height], lines, labels)
+
+
+def triangle_area(rng):
+    base, height = 2 * int(rng.integers(2, 16)), int(rng.integers(3, 31))
+    foot = base * float(rng.uniform(0.2, 0.8))
+    a, b, c = (0.0, 0.0), (float(base), 0.0), (foot, float(height))
+    size = max(base, height)
+    dashes = [(along(c, (foot, 0.0), place / 9), along(c, (foot, 0.0), (place + 1) / 9)) for place in range(0, 9, 2)]
+    labels = [(beside(a, b, c, size), str(base)), (beside(c, (foot, 0.0), a, size), str(height))]
+    return Figure("The dashed line is the height of the triangle. What is the triangle's area?", base * height // 2,
+                  [base * height, base + height, 2 * base * height, base * height // 2 + base], sides(a, b, c) + dashes, labels)
+
+
+def parallel_lines(rng):
+    angle, same_side = int(rng.integers(35, 146)), rng.random() < 0.5
+    if angle == 90:
+        angle = 91
+    top, bottom = polar(0.5 / sin(radians(angle)), angle), (0.0, 0.0)
+    left, right = (lambda point: (point[0] - 0.8, point[1])), (lambda point: (point[0] + 0.8, point[1]))
+    beyond = along(bottom, top, -0.6), along(bottom, top, 1.6)
+    lines = [(left(top), right(top)), (left(bottom), right(bottom)), beyond]
+    end = right(top) if same_side else left(top)
+    labels = [(inside(bottom, right(bottom), top, 1.8), f"{angle}°"), (inside(top, end, bottom, 1.8), "x")]
+    return Figure("The two lines that the third one crosses are parallel. How many degrees is the angle x?",
+                  180 - angle if same_side else angle, [180 - angle, angle, abs(90 - angle), 360 - 2 * angle], lines, labels)
+
+
+def inscribed_angle(rng):
+    half = int(rng.integers(20, 81))
+    start = float(rng.uniform(0, 360))
+    a, b = polar(1, start), polar(1, start + 2 * half)
+    far = polar(1, start + half + 180 + float(rng.uniform(-30, 30)))
+    centre = (0.0, 0.0)
+    labels = [(inside(centre, a, b, 2), f"{2 * half}°"), (inside(far, a, b, 2), "x")]
+    return Figure("Three corners lie on the circle, the fourth is its centre. How many degrees is the angle x?", half,
+                  [2 * half, 180 - 2 * half, 90 - half, 180 - half], [(centre, a), (centre, b), (far, a), (far, b)], labels,
+                  [(centre, 1.0)])
+
+
+KINDS = (third_angle, isosceles, right_triangle, rectangle, triangle_area, parallel_lines, inscribed_angle)
+
+
+def figure(problem_id: int) -> Figure:
+    rng = np.random.default_rng(problem_id)
+    made = KINDS[problem_id % len(KINDS)](rng)
+    return made._replace(turn=float(rng.uniform(0, 2 * pi)))
+
+
+def content(made: Figure) -> str:
+    """What makes two figures the same problem: what is asked and what is written, however it is turned."""
+    return " ".join([made.question, *sorted(text for _, text in made.labels), str(made.gold)])
+
+
+@functools.lru_cache(1024)
+def drawn(problem_id: int, pixels: int) -> np.ndarray:
+    """The figure, fitted into a square with a margin: (pixels, pixels, 3) uint8."""
+    made = figure(problem_id)
+
+    def turned(point):
+        x, y = point
+        return x * cos(made.turn) - y * sin(made.turn), x * sin(made.turn) + y * cos(made.turn)
+
+    around = [turned(point) for line in made.lines for point in line] + [turned(point) for point, _ in made.labels]
+    around += [(turned(centre)[0] + dx * radius, turned(centre)[1] + dy * radius)
+               for centre, radius in made.circles for dx in (-1, 1) for dy in (-1, 1)]
+    (left, low), (right, high) = (tuple(extreme(axis) for axis in zip(*around)) for extreme in (min, max))
+    fine = 2 * pixels  # drawn twice as large, then averaged
+    scale = 0.84 * fine / max(right - left, high - low)
+
+    def place(point):
+        x, y = turned(point)
+        return fine / 2 + scale * (x - (left + right) / 2), fine / 2 - scale * (y - (low + high) / 2)
+
+    picture = Image.new("RGB", (fine, fine), "white")
+    pen = ImageDraw.Draw(picture)
+    for centre, radius in made.circles:
+        (x, y), r = place(centre), scale * radius
+        pen.ellipse((x - r, y - r, x + r, y + r), outline="black", width=max(2, fine // 150))
+    for a, b in made.lines:
+        pen.line((*place(a), *place(b)), fill="black", width=max(2, fine // 150))
+    for point, text in made.labels:
+        pen.text(place(point), text, fill=(180, 0, 0), anchor="mm", font=ImageFont.load_default(fine / 18))
+    return np.asarray(picture.resize((pixels, pixels), Image.Resampling.BOX))
+
+
+@functools.lru_cache(100_000)
+def generated(problem_id: int) -> Question:
+    """Four choices in random order: the right one and what typical mistakes give."""
+    made, rng = figure(problem_id), np.random.default_rng([problem_id, 1])
+    wrong = [value for value in dict.fromkeys(made.wrong) if value != made.gold and value > 0][:3]
+    while len(wrong) < 3:
+        value = max(1, made.gold + int(rng.integers(-9, 10)))
+        wrong += [value] if value != made.gold and value not in wrong else []
+    values = rng.permutation([made.gold, *wrong]).tolist()
+    return Question(made.question, problem_id, tuple(map(str, values)), LETTERS[values.index(made.gold)], side_of(content(made)))
+
+
+# --------------------------------------------------------------------------------------------------- questions of others
+
+
+def lettered(gold, choices: list[str]) -> str:
+    """The letter of the right choice, which rows name by its text, by letter or by place (0 is the first; a number that is no
+    text is always a place)."""
+    text = str(gold).strip()
+    if text in choices and not isinstance(gold, int):
+        return LETTERS[choices.index(text)]
+    if text.isdigit() and int(text) < len(choices):
+        return LETTERS[int(text)]
+    letter = text.strip("().").upper()
+    return letter if len(letter) == 1 and letter in LETTERS[:len(choices)] else ""
+
+
+@functools.lru_cache(4)
+def load(data: str, subset: str) -> tuple[list[Question], int]:
+    """(questions in the order of the hash of their content, rows that were left out). Two rows with the same picture stand on
+    the same side, a split of the data's own aside."""
+    splits = read(data, subset, (*IMAGE_COLUMNS, *CHOICE_COLUMNS, "label"))
+    heldout = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
+    found, left_out, home = {}, 0, Path(data).expanduser()
+    for split, rows in splits.items():
+        if heldout and split not in (heldout, "train"):
+            continue
+        names = {key.lower(): key for key in rows[0]}
+        image_column = next((names[name] for name in IMAGE_COLUMNS if name in names), None)
+        require(image_column, f"{data}: none of its columns {', '.join(rows[0])} is called {', '.join(IMAGE_COLUMNS)}")
+        choice_column = next((names[name] for name in CHOICE_COLUMNS if name in names), "")
+        text_column, gold_column = column(data, rows, PROBLEM_COLUMNS), column(data, rows, ANSWER_COLUMNS)
+        for row in rows:
+            image, gold = row[image_column], row[gold_column]
+            image = image[0] if isinstance(image, list) and image else image
+            if isinstance(image, dict):
+                image = image.get("bytes") or image.get("path")
+            if isinstance(image, str):
+                image = str(Path(image) if Path(image).is_absolute() else (home if home.is_dir() else home.parent) / image)
+            choices = [str(choice).strip() for choice in row.get(choice_column) or ()]
+            gold = lettered(gold, choices) if choices else plain((tagged(str(gold)) or [gold_of(gold)])[-1])
+            if not image or not gold or not isinstance(row[text_column], str):
+                left_out += 1
+                continue
+            pixels = content_hash((image if isinstance(image, bytes) else Path(image).read_bytes()).hex())
+            side = "heldout" if split == heldout else "train" if heldout else side_of(pixels)
+            text = row[text_column].replace("<image>", "").strip()
+            found.setdefault(content_hash(pixels + text), Question(text, image, tuple(choices), gold, side))
+    require(found, f"{data}: none of its {left_out} rows has an image, a question and an answer")
+    return [found[digest] for digest in sorted(found)], left_out
+
+
+def plain(text: str) -> str:
+    return text.replace("°", "").strip()
+
+
+# -------------------------------------------------------------------------------------------------------- the task
+
+
+class Geometry:
+    """A question about a picture, with several attempts: the feedback says that an answer is wrong, not what is right.
+
+    data: "generated" (our own diagrams, not GeoQA), a JSON, JSONL or parquet file, a folder of the `datasets` library, or a
+    hub id with its `subset`. A right answer ends the episode and scores 1, 1/2, 1/4, ... by attempt (reward "graded"), or
+    always 1 ("binary"): a wrong answer scores nothing, so that a late right one never pays more than an early one.
+    """
+    name, stop, slow = "geoqa", (), False
+
+    def __init__(self, *, data: str = "generated", subset: str = "", attempts: int = 3, reward: str = "graded",
+                 pixels: int = 256, view: str = "image"):
+        require(attempts >= 1, f"attempts={attempts} must be at least 1")
+        require(64 <= pixels <= 1024, f"pixels={pixels}: allowed is 64 to 1024")
+        self.data, self.subset, self.attempts, self.pixels = data, subset, attempts, pixels
+        self.reward, self.view = one_of("reward", reward, ("graded", "binary")), one_of("view", view, ("image", "blank"))
+
+    def question_of(self, problem_id: int) -> Question:
+        return generated(problem_id) if self.data == "generated" else load(self.data, self.subset)[0][problem_id]
+
+    def problems(self, split: str, count: int) -> list[int]:
+        """The first `count` problems of "train" or "heldout". Raises ValueError when there are fewer."""
+        one_of("split", split, ("train", "heldout"))
+        if self.data != "generated":
+            questions = load(self.data, self.subset)[0]
+            return first([id for id, question in enumerate(questions) if question.split == split], count, split, self.data)
+        ids, seen, problem_id, last = [], set(), 0, 0
+        while len(ids) < count:
+            require(problem_id - last <= PATIENCE, f"there are only {len(ids)} different generated {split} diagrams, {count} "
+                    "were asked for: ask for fewer")
+            what = content(figure(problem_id))
+            if side_of(what) == split and what not in seen:
+                seen.add(what)
+                ids.append(problem_id)
+                last = problem_id
+            problem_id += 1
+        return ids
+
+    def source(self) -> str:
+        if self.data == "generated":
+            return "diagrams drawn by this program, true to scale, with exact answers; split by content hash; not GeoQA"
+        questions, left_out = load(self.data, self.subset)
+        return f"{self.data}: {len(questions)} questions, {left_out} rows without image, question or answer left out"
+
+    def reset(self, problem_id: int, seed: int) -> str:
+        self.problem_id, self.question, self.success = problem_id, self.question_of(problem_id), False
+        self.info = {"attempts": 0, "correct_first": 0, "prediction": "", "gold": self.question.gold}
+        again = f" You have {self.attempts} attempts: after a wrong answer, try again." if self.attempts > 1 else ""
+        choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, self.question.choices))
+        what = "the letter of the right choice, like <answer>A</answer>" if choices else "the value, like <answer>12</answer>"
+        return (f"Look at the picture and answer the question about it. Think step by step and end with {what}.{again}\n\n"
+                f"Question: {self.question.text}{choices}")
+
+    def image(self) -> np.ndarray | None:
+        """The diagram, beside the first message only: (H, W, 3) uint8, at most `pixels` a side."""
+        if self.info["attempts"]:
+            return None
+        if self.data == "generated":
+            return drawn(self.problem_id, self.pixels).copy()
+        image = self.question.image
+        picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image).convert("RGB")
+        picture.thumbnail((self.pixels, self.pixels), Image.Resampling.BOX)
+        return np.array(picture)
+
+    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+        letters = list(LETTERS[:len(self.question.choices)])
+        if letters:
+            place = parse_answer(answer, letters)
+            given = None if place is None else letters[place]
+            right = given == self.question.gold
+        else:
+            given = final_answer(answer)
+            right = given is not None and bool(is_right(self.question.gold, plain(given)))
+        self.info["attempts"] += 1
+        self.info["prediction"] = (given or "")[:100]
+        if right:
+            self.success, self.info["correct_first"] = True, int(self.info["attempts"] == 1)
+            # ALGO LOGIC: what a right answer is worth
+            return "Correct.", 0.5 ** (self.info["attempts"] - 1) if self.reward == "graded" else 1.0, True, True
+        left = self.attempts - self.info["attempts"]
+        message = "Your answer is wrong." if given is not None else "There is no single answer in one <answer> tag."
+        return message + f" Try again, {left} attempt{'s' * (left > 1)} left." * (left > 0), 0.0, left == 0, given is not None
+
+    def render(self) -> str:
+        return f"{self.question.text}\nattempts: {self.info['attempts']}, last answer: {self.info['prediction'] or '(none)'}"
+
+    def scripted_answer(self, rng, skill: float) -> str:
+        """The right answer with probability `skill`, else any choice."""
+        guess = rng.choice(list(LETTERS[:len(self.question.choices)] or "0"))
+        return f"<answer>{self.question.gold if rng.random() < skill else guess}</answer>"

@@ -1,0 +1,356 @@
+import copy
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer import ReplayBuffer
+from conftest import train
+from envs import FrozenLake
+from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, token_logprobs,
+                    warm_started_tiny)
+from rollout import HFEngine, collect
+from sokoban import Sokoban
+from test_buffer import make
+from train import Args, make_learner, parse_args
+from update import add_advantages, gradients, score
+
+lake = functools.partial(FrozenLake, prompt="tiny", view="image", cell_pixels=16)
+PLAY = dict(max_turns=6, max_new_tokens=12, temperature=1.3, format_penalty=0.15, policy_step=4, iteration=2, context_length=1024)
+
+
+@pytest.fixture(scope="module")
+def folder(cache_dir):
+    return warm_started_tiny(lake(), cache_dir / "vlm", seed=0, updates=6, skill=0.6, max_turns=4, images=True)
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    model, processor = load_policy(folder)
+    return model, Chat(processor)
+
+
+def engine_of(policy):
+    model, chat = policy
+    return HFEngine(model, chat.stop_ids(model.generation_config), chat.tokenizer.pad_token_id, chat.text, chat.image_processor)
+
+
+def play(policy, problems, seeds, engine=None, make_env=lake, **changes):
+    return collect(engine or engine_of(policy), policy[1], make_env, list(problems), list(range(len(problems))), list(seeds),
+                   **(PLAY | changes))
+
+
+def replayed(policy, episode, temperature=PLAY["temperature"]):
+    """(T,) log-probs of a stored episode, alone, from its stored pixels."""
+    batch = collate([{"tokens": episode.tokens.astype(np.int64), "mask": episode.action_mask}], 0)
+    with torch.no_grad():
+        return token_logprobs(policy[0], batch["tokens"], batch["mask"], temperature,
+                              pixels=pixel_inputs(policy[1].image_processor, [episode.images]))[0][0].numpy()
+
+
+def test_the_tiny_vlm_is_tiny_and_survives_saving(folder):
+    model, processor = load_policy(folder)
+    assert 0.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.5e6
+    chat = Chat(processor)
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3)).astype(np.uint8)
+    tokens = chat.start("Walk to G", image)
+    assert tokens.count(model.config.image_token_id) == 16 and chat.tokenizer.unk_token_id not in tokens
+    whole = processor(text=chat.render("Walk", image=True) + "Left<|end|>" + chat.render("G", image=True), images=[image, image],
+                      add_special_tokens=False)["input_ids"][0]
+    answer = chat.tokenize("Left<|end|>")
+    assert chat.start("Walk", image) + answer + chat.follow("G", answer[-1], image) == whole
+
+
+def test_replayed_log_probs_equal_those_of_collection(policy):
+    episodes, _ = play(policy, range(12), range(12))
+    assert len({len(episode.tokens) for episode in episodes}) > 3 and max(len(episode.images) for episode in episodes) > 2
+    for episode in episodes:
+        assert np.abs(replayed(policy, episode) - episode.behavior_logprobs).max() < 1e-4
+    changed = copy.deepcopy(episodes[0])
+    changed.images[0] = 255 - changed.images[0]
+    assert np.abs(replayed(policy, changed) - changed.behavior_logprobs).max() > 1e-3  # the pixels matter
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+def test_the_ratio_on_fresh_episodes_is_1(folder, policy, algo):
+    args = Args(algo=algo, temperature=PLAY["temperature"], kl_coef=0.1, max_turns=6)
+    learner = make_learner(args, load_policy(folder)[0], policy[1].image_processor)
+    episodes, _ = play(policy, list(range(4)) * 4, range(16))
+    for place, episode in enumerate(episodes):
+        episode.group_id = place % 4
+        episode.reward += place  # a signal in each
+    add_advantages(learner, episodes)
+    metrics = gradients(learner, episodes)
+    assert metrics["max_abs_ratio_minus_1"] < 1e-3 and metrics["tokens_trained"] > 0
+    body = learner.policy.model
+    for module in (body.vision_model.embeddings.patch_embedding, body.connector.modality_projection.proj, body.text_model.embed_tokens):
+        assert module.weight.grad.abs().sum() > 0
+
+
+def test_adapters_on_a_vlm_train_sample_and_load(folder, policy, tmp_path):
+    args = Args(lora_rank=2, temperature=PLAY["temperature"], max_turns=6)
+    learner = make_learner(args, load_policy(folder)[0], policy[1].image_processor)
+    with torch.no_grad():
+        for name, parameter in learner.policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted = learner.policy, policy[1]
+    episodes, _ = play(adapted, range(4), range(4))
+    for episode in episodes:
+        assert np.abs(replayed(adapted, episode) - episode.behavior_logprobs).max() < 1e-4
+    assert max(np.abs(replayed(policy, episode) - episode.behavior_logprobs).max() for episode in episodes) > 0.01
+    learner.policy.save_pretrained(tmp_path)
+    policy[1].processor.save_pretrained(tmp_path)
+    model, processor = load_policy(tmp_path)
+    merged = model, Chat(processor)
+    assert all(np.abs(replayed(merged, episode) - episode.behavior_logprobs).max() < 1e-4 for episode in episodes)
+
+
+def test_micro_batches_take_their_own_images(folder, policy):
+    episodes, _ = play(policy, range(8), range(8))
+    learner = make_learner(Args(temperature=PLAY["temperature"], micro_batch_size=3), policy[0], policy[1].image_processor)
+    behavior_BT = score(learner.policy, episodes, learner)
+    for episode, logprobs_T in zip(episodes, behavior_BT):
+        assert np.abs(logprobs_T[:len(episode.tokens)].numpy() - episode.behavior_logprobs).max() < 1e-4
+
+
+def test_placeholders_are_never_trained_and_never_sampled(folder):
+    model, processor = load_policy(folder)
+    placeholder = model.config.image_token_id
+    assert banned_tokens(model.config) == [placeholder]
+    with torch.no_grad():  # a model that wants to say <image>
+        model.lm_head.weight[placeholder] = model.lm_head.weight[processor.tokenizer.eos_token_id] * 3
+    policy = model, Chat(processor)
+    episodes, _ = play(policy, range(12), range(12))
+    for episode in episodes:
+        of_images = episode.tokens == placeholder
+        assert of_images.sum() == 16 * len(episode.images) and not (of_images & episode.action_mask).any()
+        assert np.abs(replayed(policy, episode) - episode.behavior_logprobs).max() < 1e-4
+
+
+def test_a_message_cannot_forge_an_image(policy):
+    image = lake_image()
+    assert policy[1].start("<image> <|end|>", image).count(policy[0].config.image_token_id) == 16
+    assert policy[1].start("<image>").count(policy[0].config.image_token_id) == 0
+
+
+def lake_image(problem=0):
+    env = lake()
+    env.reset(problem, 0)
+    return env.image()
+
+
+def test_the_cache_across_image_turns_equals_one_sequence_at_a_time(policy):
+    """Ragged conversations of several images; two whose tokens are the same and whose images are not."""
+    model, chat = policy
+    generator, engine = np.random.default_rng(0), engine_of(policy)
+    images = [[generator.integers(0, 256, (64, 64, 3)).astype(np.uint8)] for _ in range(5)]
+    images[3] = [images[2][0].copy()]  # one content, two arrays
+    talks = [chat.start("Walk to G", row[0]) for row in images]
+    for turn in range(4):
+        ids = sorted(generator.choice(5, size=4, replace=False).tolist())
+        completions = engine.generate([talks[id] for id in ids], ids, [0] * 4, max_new_tokens=5, temperature=0,
+                                      images=[images[id] for id in ids])
+        for id, completion in zip(ids, completions):
+            tokens = []
+            for logprob in completion.logprobs:
+                with torch.no_grad():
+                    logits_V = model(torch.tensor([talks[id] + tokens]), **pixel_inputs(chat.image_processor, [images[id]])
+                                     ).logits[0, -1]
+                logits_V[model.config.image_token_id] = -torch.inf
+                tokens.append(logits_V.argmax().item())
+                assert logprob == pytest.approx(logits_V.log_softmax(-1).max().item(), abs=1e-4)
+            assert completion.tokens == tokens
+            images[id].append(generator.integers(0, 256, (64, 64, 3)).astype(np.uint8))
+            talks[id] = talks[id] + tokens + chat.follow("G" * (id % 2), tokens[-1], images[id][-1])
+
+
+def test_a_blank_view_shows_nothing_and_plays_the_same_game(policy):
+    blank, _ = play(policy, range(4), range(4), make_env=functools.partial(lake, view="blank"))
+    assert all(not image.any() and image.shape == (64, 64, 3) for episode in blank for image in episode.images)
+    assert len({id(image) for episode in blank for image in episode.images}) == 1
+
+
+def test_the_scripted_player_says_what_it_sees():
+    env = lake()
+    env.reset(3, 0)
+    row, column, *around, answer = env.scripted_answer(np.random.default_rng(0), 1.0).split()
+    board = [line.split() for line in env.render().splitlines()]
+    assert board[int(row) - 1][int(column) - 1] == "P" and (row, column) == ("1", "1")
+    assert around == ["#", board[1][0], board[0][1], "#"] and env.step(answer)[3]
+
+
+def test_images_and_placeholders_must_agree(policy):
+    tokens = policy[1].start("Walk", lake_image())
+    with pytest.raises(ValueError, match="2 images of 32 tokens for 16 placeholders"):
+        engine_of(policy).generate([tokens], [0], [0], 2, 1.0, images=[[lake_image(), lake_image(1)]])
+
+
+def test_an_episode_that_is_cut_keeps_whole_images(policy):
+    placeholder = policy[0].config.image_token_id
+    for context_length in range(20, 90, 10):
+        episodes, _ = play(policy, range(6), range(6), context_length=context_length, max_turns=20)
+        for episode in episodes:
+            assert (episode.tokens == placeholder).sum() == 16 * len(episode.images)
+            assert len(episode.images) == episode.info["turns"]
+            assert len(episode.tokens) <= context_length
+            assert np.abs(replayed(policy, episode) - episode.behavior_logprobs).max() < 1e-4
+    assert any(episode.info["context_full"] for episode in episodes)
+
+
+def test_equal_images_are_stored_once(policy):
+    episodes, _ = play(policy, [0] * 8, range(8))
+    assert len({id(episode.images[0]) for episode in episodes}) == 1  # a group's first picture
+    several = [episode for episode in episodes if len(episode.images) > len({image.tobytes() for image in episode.images})]
+    assert several
+    for episode in several:
+        distinct = {id(image): image for image in episode.images}
+        assert len(distinct) == len({image.tobytes() for image in episode.images})
+        pixels = sum(image.nbytes for image in distinct.values())
+        assert pixels < episode.nbytes < pixels + 12_288  # less than one picture more
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 2**31))
+def test_a_buffer_saves_and_loads_images(tmp_path_factory, places, seed):
+    generator = np.random.default_rng(seed)
+    pool = [generator.integers(0, 256, (2 + place, 3, 3)).astype(np.uint8) for place in range(4)]
+    buffer = ReplayBuffer(8, priority="uniform")
+    episodes = [make(images=[pool[place] for place in places]), make(images=[pool[0]]), make(images=None)]
+    buffer.add(episodes, 0)
+    path = tmp_path_factory.mktemp("buffer") / "buffer"
+    buffer.save(path)
+    again = [member[0] for member in ReplayBuffer.load(path).members if member]
+    for old, new in zip(episodes, again, strict=True):
+        assert (old.images is None) == (new.images is None)
+        assert all((a == b).all() and a.shape == b.shape for a, b in zip(old.images or (), new.images or (), strict=True))
+        assert len({id(image) for image in old.images or ()}) == len({id(image) for image in new.images or ()})
+
+
+@pytest.mark.parametrize("make", [lake, functools.partial(Sokoban, prompt="tiny", view="image")])
+def test_messages_with_pictures_say_nothing_of_the_board(make):
+    env = make()
+    texts = [make().reset(problem, 0) for problem in env.problems("train", 20)]
+    assert len(set(texts)) == 1 and "\n" not in texts[0]
+    env.reset(env.problems("train", 1)[0], 0)
+    assert env.step("<answer>Down</answer>")[0] == "" and env.step("what?")[0] == "No valid answer.\n"
+    assert env.image().shape[0] == env.image().shape[1] == 16 * env.size
+
+
+def test_the_full_prompt_describes_the_picture():
+    for env in (FrozenLake(view="image"), Sokoban(view="image")):
+        first = env.reset(0, 0)
+        assert "picture" in first and env.picture in first and env.render() not in first and "Symbols" not in first
+        assert env.step("what?")[0].startswith("No valid answer.\nThe picture shows the board now.\n\nYour move")
+
+
+def test_pictures_of_fewer_pixels_are_means_and_deterministic():
+    small, large = lake(), FrozenLake()
+    for env in (small, large):
+        env.reset(3, 0)
+    means = large.image().reshape(64, 4, 64, 4, 3).mean((1, 3))
+    assert large.image().shape == (256, 256, 3) and np.abs(small.image() - means).max() <= 1
+    picture = small.image()
+    picture[:] = 0  # ours to write on: the next one is not changed
+    assert small.image().any()
+
+
+def test_the_warm_start_imitates_with_pictures(policy):
+    model, chat = policy
+    rows, moves = demonstrations(lake(), chat, lake().problems("train", 6), skill=1.0, max_turns=4, seed=0)
+    assert sum(len(row["images"]) for row in rows) == len(moves)
+    placeholder = model.config.image_token_id
+    assert all(sum(token == placeholder for token in row["tokens"]) == 16 * len(row["images"]) for row in rows)
+    alone = torch.cat([row_logprobs(model, chat.image_processor, [row])[0] for row in rows])
+    together_BT = row_logprobs(model, chat.image_processor, rows)
+    assert torch.allclose(alone.sum(), together_BT.sum(), atol=1e-3)
+
+
+def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache_dir):
+    flags = ["--model", "tiny-vlm", "--wandb", "off", "--cache-dir", cache_dir / "vlm", "--warm-start-updates", "6",
+             "--max-turns", "4", "--eval-problems", "8", "--eval-every", "0", "--problems-per-iteration", "4", "--group-size", "4",
+             "--replay-batch-size", "4", "--train-problems", "64", "--runs-dir", tmp_path, "--checkpoint-every", "2",
+             "--lr-schedule", "constant", "--beta-steps", "9", "--store-without-signal", "true"]
+    train(*flags, "--name", "whole", "--iterations", "4")
+    train(*flags, "--name", "parts", "--iterations", "2")
+    train("--resume", tmp_path / "parts", "--iterations", "4")
+    whole, parts = ([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+                    for name in ("whole", "parts"))
+    assert len(whole) == len(parts) == 4
+    for a, b in zip(whole, parts):
+        assert a["fresh/first_max_abs_ratio_minus_1"] is None or a["fresh/first_max_abs_ratio_minus_1"] < 1e-3
+        assert {key: value for key, value in a.items() if not key.startswith(("time/", "eval/"))} == \
+               {key: value for key, value in b.items() if not key.startswith(("time/", "eval/"))}
+    assert whole[-1]["eval/success"] == parts[-1]["eval/success"]
+    assert whole[-1]["replay/updates"] == 2
+    records = [json.loads(line) for line in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
+    frames = [turn["image"] for record in records for turn in record["transcript"] if "image" in turn]
+    assert {record["kind"] for record in records} == {"fresh", "replay"} and len(set(frames)) < len(frames)
+    assert all((tmp_path / "whole" / frame).read_bytes().startswith(b"\x89PNG") for frame in frames)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--model", "tiny-vlm", "--env", "arithmetic"], "tiny-vlm is for tasks that show images"),
+    (["--model", "tiny", "--env-options", "view", "image"], "tiny-vlm is for tasks that show images"),
+    (["--model", "tiny-vlm", "--env", "geoqa"], "tiny-vlm is for tasks that show images"),
+    (["--model", "tiny-vlm", "--engine", "vllm"], "use --engine hf")])
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(flags)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ the Qwen-VL family
+
+
+def test_a_random_qwen_vl_samples_what_it_trains_on():
+    """Multimodal rotary positions and images of several sizes; its processor needs torchvision, its image processor does not."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    text = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]},
+            "bos_token_id": None, "eos_token_id": 1}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
+              "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.2}
+    torch.manual_seed(0)
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=60, video_token_id=61, vision_start_token_id=62,
+        vision_end_token_id=63)).eval()
+    assert banned_tokens(model.config) == [60, 61, 62, 63]
+    processor = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 64})
+    generator = np.random.default_rng(0)
+    engine = HFEngine(model, [1], 0, image_processor=processor)
+
+    def shown(height, width):
+        image = generator.integers(0, 256, (28 * height, 28 * width, 3)).astype(np.uint8)
+        return image, [62, *[60] * (height * width), 63]
+
+    images, talks = [[], [], []], [[5, 6], [7], [7]]
+    for id, sizes in enumerate(((2, 3), (3, 2), (4, 1))):
+        image, tokens = shown(*sizes)
+        images[id].append(image)
+        talks[id] += tokens + [8, 9, 10]
+    found = [[], [], []]  # (place, token, log-prob)
+    for turn in range(3):
+        completions = engine.generate(talks, [0, 1, 2], [turn] * 3, 4, 1.0, images=images)
+        for id, completion in enumerate(completions):
+            found[id] += [(len(talks[id]) + place, logprob) for place, logprob in enumerate(completion.logprobs)]
+            image, tokens = shown(1 + turn, 2 + id)
+            images[id].append(image)
+            talks[id] = talks[id] + completion.tokens + [11] + tokens + [12]
+        if turn == 1:  # rewritten behind its first image
+            talks[0], images[0], found[0] = talks[0][:9] + [20, 21], images[0][:1], []
+    rows = [{"tokens": talk, "mask": [place in dict(entries) for place in range(len(talk))]}
+            for talk, entries in zip(talks, found)]
+    batch = collate(rows, 0)
+    with torch.no_grad():
+        logprobs_BT, entropy_BT = token_logprobs(model, batch["tokens"], batch["mask"], pixels=pixel_inputs(processor, images))
+    for row, entries in enumerate(found):
+        for place, logprob in entries:
+            assert logprobs_BT[row, place].item() == pytest.approx(logprob, abs=1e-4)
+    assert entropy_BT.isfinite().all() and sum(map(len, found)) > 12
