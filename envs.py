@@ -265,12 +265,18 @@ def cliff_walking(slippery: bool) -> CliffWalkingEnv:
     return CliffWalkingEnv(is_slippery=slippery)  # its table of moves takes milliseconds
 
 
+@functools.lru_cache
+def painter(size: int) -> FrozenLakeEnv:
+    game = FrozenLakeEnv(desc=generate_random_map(size, seed=0), is_slippery=False, render_mode="rgb_array")
+    game.reset()
+    return game
+
+
 @functools.lru_cache(maxsize=4096)
 def lake_picture(board: tuple[str, ...], position: int, cell_pixels: int) -> np.ndarray:
-    """gymnasium's picture of a lake; drawing one takes a millisecond."""
-    game = FrozenLakeEnv(desc=list(board), is_slippery=False, render_mode="rgb_array")
-    game.reset()
-    game.s = position
+    """gymnasium's picture of a lake, the player looking down; drawing one takes a millisecond."""
+    game = painter(len(board))
+    game.desc, game.s = np.asarray(board, dtype="c"), position
     frame = game.render()
     size = cell_pixels * len(board)
     return frame if size >= len(frame) else np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))

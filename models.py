@@ -1,6 +1,7 @@
 """Policies: loading one, the tiny model and its warm start, padding a batch, log-probs of its tokens."""
 import copy
 import fcntl
+import functools
 import hashlib
 import inspect
 import json
@@ -47,10 +48,14 @@ class Chat:
         self.specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def tokenize(self, text: str, image=None) -> list[int]:
-        """The processor makes its own sequence of placeholder tokens from the image's one in the text."""
         if image is None:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self.processor(text=text, images=[image], add_special_tokens=False)["input_ids"][0]
+        return list(self.with_placeholders(text, image.shape))
+
+    @functools.lru_cache(4096)
+    def with_placeholders(self, text: str, shape: tuple[int, ...]) -> list[int]:
+        """The processor makes a sequence of placeholder tokens from the image's one in the text, by the image's size alone."""
+        return self.processor(text=text, images=[np.zeros(shape, np.uint8)], add_special_tokens=False)["input_ids"][0]
 
     def text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
