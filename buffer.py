@@ -881,7 +881,7 @@ class ReplayBuffer:
     def load(cls, folder: str | Path) -> "ReplayBuffer":
         """The buffer that `save(folder)` wrote."""
         state = json.loads((Path(folder) / "buffer.json").read_text())
-        with np.load(Path(folder) / state["arrays"], allow_pickle=False) as arrays:
+        with np.load(Path(folder) / Path(state["arrays"]).name, allow_pickle=False) as arrays:
             state |= dict(arrays)
         buffer = cls(**state["config"])
         buffer.load_state_dict(state)

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 import yaml
 
-from runs import fail
+from runs import fail, read_yaml
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -144,8 +144,8 @@ def read_run(path: Path, x: str, y: str) -> Run:
     if not (path / "config.yaml").is_file():
         raise ValueError("not a run (no config.yaml)" if path.is_dir() else "no such folder")
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text())
-    except yaml.YAMLError:
+        config = read_yaml(path / "config.yaml")
+    except (yaml.YAMLError, ValueError):
         config = None
     if not isinstance(config, dict) or "seed" not in config:
         raise ValueError("its config.yaml cannot be read")
@@ -334,6 +334,7 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
         finals.plot([run.at(end) for run in runs], [place + 0.2] * len(runs), ".", color=look["color"], alpha=0.5)
         finals.plot(row["final"], place, "o", color=look["color"], markersize=7)
         title = textwrap.fill(f"{row['group']}  {row['settings']}, {row['seeds']} seed{'s' * (row['seeds'] > 1)}", 46)
+        title = title.replace("$", r"\$")  # matplotlib reads formulas between two of them
         finals.text(0, place - 0.18, title, transform=finals.get_yaxis_transform(), color=look["color"], va="bottom", fontsize=9)
     curves.axvline(end, color="grey", linewidth=0.8, linestyle=":")
     if args.target is not None:

@@ -41,7 +41,7 @@ from compare import bootstrap_interval, whole_lines
 from envs import MissingData, make_env_factory
 from models import Chat, load_policy, policy_folder, up_to
 from rollout import collect, guarded
-from runs import checkpoints, episode_record, fail, finite_or_none, with_files
+from runs import checkpoints, episode_record, fail, finite_or_none, read_yaml, with_files
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -166,6 +166,10 @@ def summarise(by_problem: list[list[dict]], ks: list[int]) -> dict:
 # ----------------------------------------------------------------------------------------------------------- pictures
 
 
+def plain(run: Path) -> str:
+    return run.name.replace("$", r"\$")  # matplotlib reads formulas between two of them
+
+
 def plot_learning_curves(runs: list[Path], path: Path):
     """Held-out success (and, pale, the training reward) of runs over iterations."""
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -175,7 +179,7 @@ def plot_learning_curves(runs: list[Path], path: Path):
         places, successes = zip((0, lines[0]["eval/start_success"]), *judged)
         axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color=f"C{number}", alpha=0.25,
                   label=None if number else "training reward")
-        axes.plot(places, successes, color=f"C{number}", marker="o", label=f"held-out success, {run.name}")
+        axes.plot(places, successes, color=f"C{number}", marker="o", label=f"held-out success, {plain(run)}")
     axes.set(xlabel="iteration", ylabel="success, reward", ylim=(min(0, axes.get_ylim()[0]), 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
@@ -196,7 +200,7 @@ def plot_drift(run: Path, drift):
                   label=f"KL = {fit['k0']:.3g} + {fit['c']:.3g} age, R² {fit['r2']:.2f}; tau {drift.tau():.3g}")
     else:
         axes.plot([], [], color="C1", label=f"no fit: {len(ages)} of the {drift.min_rows} episodes needed, or a single age")
-    axes.set(xlabel="age (in --age-unit)", ylabel="KL(behaviour || current), nats an episode", title=run.name)
+    axes.set(xlabel="age (in --age-unit)", ylabel="KL(behaviour || current), nats an episode", title=plain(run))
     axes.legend()
     figure.tight_layout()
     figure.savefig(run / "drift.png", dpi=120)
@@ -264,8 +268,8 @@ def settings(arguments: EvalArgs, run: Path | None):
     """train.py's Args: those of the run or the defaults, with the flags over them."""
     from train import Args  # train.py imports this module
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text()) if run else {}
-    except yaml.YAMLError as error:
+        config = read_yaml(run / "config.yaml") if run else {}
+    except (yaml.YAMLError, ValueError) as error:
         fail(f"{run / 'config.yaml'} cannot be read: {' '.join(str(error).split())}")
     if "board_size" in config:  # runs from before there were other tasks
         config["env_options"] = {"size": config["board_size"], "slippery": config["slippery"], "prompt": "tiny"}

@@ -282,7 +282,7 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
                 axes.set_title(panel.__name__.removesuffix("_panel").capitalize())
                 sentence = f"No picture: {why}."
             axes.text(0, -0.19, textwrap.fill(sentence, 68), transform=axes.transAxes, va="top", fontsize=9.5, color="#333333")
-        figure.suptitle(title, x=0.05, y=0.985, ha="left", fontsize=14)
+        figure.suptitle(title.replace("$", r"\$"), x=0.05, y=0.985, ha="left", fontsize=14)
         figure.subplots_adjust(left=0.05, right=0.98, top=0.93, bottom=0.09, wspace=0.2, hspace=0.55)
         temporary = out.with_name(f".{out.name}.tmp")
         figure.savefig(temporary, dpi=120, format="png")

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import requests
 import yaml
 from PIL import Image
 from peft import set_peft_model_state_dict
@@ -28,6 +29,20 @@ def fail(message: str):
     """Ends the program as wrong usage: the message and exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def read_yaml(path: Path, loader=yaml.SafeLoader):
+    """The content of a YAML file, at most 64 kB, without aliases and deep nesting: a few lines of those can mean gigabytes.
+    OSError, UnicodeDecodeError or yaml.YAMLError where it cannot be read."""
+    with open(path, encoding="utf-8") as file:
+        text, depth = file.read(2**16 + 1), 0
+    if len(text) > 2**16:
+        raise yaml.YAMLError("a config has at most 65,536 characters")
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > 8:
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: a config has no aliases (*name) and no deep nesting")
+    return yaml.load(text, loader)
 
 
 def finite_or_none(value):
@@ -203,6 +218,12 @@ def sparkline(values: list[float], width: int = 24) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, round(8 * max(0.0, value) - 0.01))] for value in values[-width:])
 
 
+def wandb_login() -> bool:
+    """Whether there are credentials for wandb. Looked up here, since wandb's own look-up tells its server that it ran."""
+    return bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or
+                requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"))
+
+
 class RunLog:
     """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
     lines where there is no terminal."""
@@ -233,8 +254,7 @@ class RunLog:
 
     def start_wandb(self):
         import wandb  # takes a second: only when it is used
-        logged_in = bool(os.environ.get("WANDB_API_KEY") or wandb.api.api_key)
-        mode = "online" if self.args.wandb == "on" and logged_in else "offline"
+        mode = "online" if self.args.wandb == "on" and wandb_login() else "offline"
         path = self.run / "wandb_id"
         if not path.exists():
             path.write_text(secrets.token_hex(8))

@@ -42,7 +42,7 @@ from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averag
 from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, up_to
 from rollout import HFEngine, collect
-from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, replay_record, save_checkpoint)
+from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml, replay_record, save_checkpoint)
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
 
@@ -102,7 +102,7 @@ class Args:
     # ---- task
     env: str = "frozenlake"
     """The task: frozenlake, cliffwalking, sokoban, arithmetic, maths, search, reasoning_gym:DATASET, or a class of your own as
-    path/to/file.py:ClassName."""
+    path/to/file.py:ClassName, whose file is run as the program it is: with all that you may do."""
     env_options: dict[str, str] = field(default_factory=dict)
     """Options of the task, as name value name value (in a config: a mapping); a wrong name lists those it has."""
     max_turns: int = 10
@@ -294,7 +294,7 @@ class Args:
 def config_flags(path: Path) -> list[str]:
     """The keys of a YAML file as command-line flags; exits with 2 on a key that is not a field of Args."""
     try:
-        config = yaml.load(path.read_text(), Loader=yaml.BaseLoader) or {}
+        config = read_yaml(path, yaml.BaseLoader) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         fail(f"cannot read the config {path}: {error}")
     if not isinstance(config, dict):
@@ -307,7 +307,8 @@ def config_flags(path: Path) -> list[str]:
         if key.replace("-", "_") == "resume":
             fail(f"{path}: resume is for the command line: python train.py --resume runs/NAME")
         if key.replace("-", "_") == "env_options":
-            if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+            if not isinstance(value, dict) or not all(isinstance(item, str) and option.isidentifier()
+                                                      for option, item in value.items()):
                 fail(f"{path}: env_options must be a mapping of single values, such as {{size: 8}}, not {value}")
         elif not isinstance(value, str):
             fail(f"{path}: {key} must be a single value, not {value}")
@@ -357,6 +358,8 @@ def parse_args(argv: list[str]) -> Args:
     return checked(args, given, in_config, config.stem if not resumed else None)
 
 
+NAME = re.compile(r"\w[\w.+=@,-]{0,119}", re.ASCII)  # of a run: never a path
+CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
               "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
@@ -381,6 +384,13 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
     def flag(name):
         return f"--{name.replace('_', '-')} {getattr(args, name)}"
 
+    for name, value in vars(args).items():
+        for text in (value, *value.values()) if isinstance(value, dict) else (value,):
+            if isinstance(text, str) and CONTROL.search(text):
+                fail(f"--{name.replace('_', '-')} {text!r} holds a control character or half of a character")
+    if args.name is not None and not args.resume and not NAME.fullmatch(args.name):
+        fail(f"--name {args.name!r} must be a name of a folder in --runs-dir: letters of a to z, digits and _ . + = @ , - (the "
+             "first a letter, a digit or _), at most 120")
     for names, fine, words in ((ABOVE_ZERO, lambda value: value > 0, "above 0"),
                                (NOT_NEGATIVE, lambda value: value >= 0, "at least 0"),
                                (SHARES, lambda value: 0 <= value <= 1, "between 0 and 1")):
@@ -479,7 +489,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
 def name_of(args: Args, config_name: str) -> str:
     """The name of a run that got none: config (task and model, where the default config was changed), method, seed, time."""
     if config_name == "frozenlake_tiny" and (args.env, args.model) != ("frozenlake", "tiny"):
-        config_name = re.sub(r"[^\w.-]+", "_", f"{Path(args.env).name}_{Path(args.model).name}")
+        config_name = f"{Path(args.env).name}_{Path(args.model).name}"
+    config_name = re.sub(r"[^\w.-]+", "_", config_name, flags=re.ASCII).lstrip(".-")[:80]
     return f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

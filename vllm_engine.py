@@ -269,7 +269,11 @@ class VLLMServer:
             try:
                 with self.session.request("GET" if body is None else "POST", self.url + path, json=body, stream=True,
                                           timeout=(10, self.timeout), allow_redirects=False) as answer:
-                    content = answer.raw.read(MAX_ANSWER_BYTES + 1, decode_content=True)
+                    content, deadline = bytearray(), time.monotonic() + self.timeout
+                    while len(content) <= MAX_ANSWER_BYTES and (part := answer.raw.read1(2**16, decode_content=True)):
+                        content += part
+                        if time.monotonic() > deadline:
+                            raise requests.Timeout(f"its answer took more than {self.timeout:g} s")
                     break
             except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
                 if attempt + 1 == tries:

@@ -307,7 +307,9 @@ def test_exactly_the_group_with_signal_is_stored_with_all_that_belongs_to_it(run
     _, run, updates = run_task("return '', [[1.0, 0.0], [1.0, 1.0]][self.problem_id % 2][self.number % 2], True, True",
                                "--unit", "group", "--capacity", 4, "--replay-updates", 1)
     checkpoint, = (run / "checkpoints").iterdir()
-    sample = ReplayBuffer.load(checkpoint / "buffer").sample(1, step=10)
+    buffer = ReplayBuffer.load(checkpoint / "buffer")
+    assert len(buffer) == 1
+    sample = buffer.sample(1, step=10)
     fresh = {(row.group_id, row.reward): row for row in updates[0][1]}
     assert [row.problem_id for row in sample.episodes] == [0, 0] and sorted(row.reward for row in sample.episodes) == [0.0, 1.0]
     for row in sample.episodes:
