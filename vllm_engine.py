@@ -106,7 +106,7 @@ class VLLMEngine:
     """
 
     def __init__(self, policy, folder, stop_ids: list[int], *, dtype="float32", lora: str = "merge",
-                 max_model_len: int, gpu_memory: float = 0.4, seed: int = 0):
+                 max_model_len: int, gpu_memory: float = 0.4, seed: int = 0, trust_remote_code: bool = False):
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError("VLLMEngine needs a single training process; with several, sample through VLLMServer")
         if lora == "adapter" and not hasattr(policy, "peft_config"):
@@ -141,7 +141,7 @@ class VLLMEngine:
             self.llm = LLM(
                 str(folder), dtype=self.dtype, max_model_len=max_model_len, seed=seed, enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # those of the distribution that is sampled, temperature included
-                generation_config="vllm",  # the folder's generation_config.json stays out
+                trust_remote_code=trust_remote_code, generation_config="vllm",  # the folder's generation_config.json stays out
                 load_format="auto" if lora == "adapter" else "dummy",  # dummy: every weight comes from the trainer
                 use_tqdm_on_load=False, **options)
         torch.set_num_threads = set_num_threads

@@ -430,12 +430,15 @@ def test_long_episodes_are_trained_as_often_as_short_ones_and_drops_by_age_are_c
 def test_a_thousand_short_episodes_take_no_more_than_their_tokens():
     buffer = ReplayBuffer(1000)
     padded = [np.zeros(4096, dtype) for dtype in (np.int32, bool, np.float32, np.float32)]
-    padded[1][:50] = True
+    for array in padded[1::2]:
+        array[:50] = 1  # actions, of advantage 1
     for start in range(0, 1000, 100):
         buffer.add([Episode(*(array[:50] for array in padded), turn_ends=np.array([50]), turn_rewards=np.zeros(1, np.float32),
                             reward=0.0, score=0.0, problem_id=0, group_id=0, policy_step=0, last_policy_step=0, iteration=0)
                     for _ in range(100)], step=0)
     assert buffer.stats(0)["bytes"] < 2_000_000
+    rows = buffer.sample(1000, 0).episodes  # no view keeps the padding alive
+    assert all(row.tokens.base is None and row.advantages.base is None for row in rows)
 
 
 # ------------------------------------------------------------------------------------- masks, end tokens, denominators
@@ -483,10 +486,12 @@ def test_no_end_token_is_invented_where_the_limit_cut_an_answer():
     assert rows[0].info["overlong"] and rows[0].info["length_stops"] == 1
 
 
-def test_observations_get_exactly_no_gradient():
+@pytest.mark.parametrize("options", [dict(algo="asymre"), dict(algo="grpo", kl_coef=0.1, entropy_coef=0.1)], ids=str)
+def test_observations_get_exactly_no_gradient(options):
     policy, seen = bigram(torch.randn(16, 16, generator=torch.Generator().manual_seed(0))), []
-    policy.model.norm.register_forward_hook(lambda module, inputs, output: output.retain_grad() or seen.append(output))
-    learner = make_learner(Args(algo="asymre"), policy)
+    learner = make_learner(Args(**options), policy)
+    policy.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output) or (
+        output.requires_grad and output.retain_grad()))
     gradients(learner, [episode([1, 10, 11, 12, 13, 10, 11], [0, 0, 0, 1, 1, 0, 0], turn_ends=[5])])
     moved = seen[-1].grad[0].abs().sum(1).ne(0).tolist()
     assert moved == [False, False, True, True, False, False, False]  # the states that predict tokens 12 and 13

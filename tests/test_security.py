@@ -34,7 +34,7 @@ def dotted(node) -> str:
     parts = []
     while isinstance(node, ast.Attribute):
         parts, node = [node.attr, *parts], node.value
-    return ".".join([node.id, *parts] if isinstance(node, ast.Name) else parts)
+    return ".".join([node.id if isinstance(node, ast.Name) else "", *parts])
 
 
 def unsafe(source: str) -> list[str]:
@@ -62,7 +62,8 @@ def unsafe(source: str) -> list[str]:
             found.append(name)
         if true("shell") or true("trust_remote_code") or true("allow_pickle"):
             found.append(f"{name} {sorted(given)}")
-        if last == "from_pretrained" and re.search("Model|LM|Bert", name) and not true("use_safetensors") and "gguf_file" not in given:
+        if last == "from_pretrained" and re.search("(?<!Peft)Model|LM|Bert|kind", name) and not (
+                true("use_safetensors") or "gguf_file" in given):
             found.append(f"{name} without use_safetensors")
     return found
 
@@ -73,10 +74,10 @@ def test_no_source_loads_a_pickle_or_runs_text(path):
 
 
 @pytest.mark.parametrize("source", [
-    "import pickle", "from joblib import load", "torch.load(path)", "torch.load(path, weights_only=False)", "np.load(path)",
-    "np.load(path, allow_pickle=True)", "yaml.load(text, yaml.UnsafeLoader)", "yaml.unsafe_load(text)", "eval(text)", "exec(text)",
-    "subprocess.run(text, shell=True)", "AutoTokenizer.from_pretrained(x, trust_remote_code=True)",
-    "AutoModelForCausalLM.from_pretrained(x)", "import shelve", "os.system(text)"])
+    "import pickle", "from joblib import load", "torch.load(path)", "torch.load(path, weights_only=False)", "import shelve",
+    "np.load(path)", "np.load(path, allow_pickle=True)", "yaml.load(text, yaml.UnsafeLoader)", "yaml.unsafe_load(text)",
+    "eval(text)", "exec(text)", "os.system(text)", "subprocess.run(text, shell=True)", "AutoModelForCausalLM.from_pretrained(x)",
+    "AutoTokenizer.from_pretrained(x, trust_remote_code=True)"])
 def test_the_scan_finds_what_it_looks_for(source):
     assert unsafe(source)
 
@@ -173,8 +174,6 @@ class Bad(http.server.BaseHTTPRequestHandler):
         self.send_response(302 if self.path == "/redirect" else 200)
         if self.path == "/redirect":
             self.send_header("Location", "/elsewhere")
-        if self.path == "/zip":
-            self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         try:
             if self.path == "/endless":
@@ -217,8 +216,8 @@ def refused(capsys, *flags) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", ".", "", ".hidden", "a\0b", "a\nb", "x" * 300, "-x", "é", "a b",
-                                  "a\\b", "\ud800", "$x^$"])
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", ".", " ", ".hidden", "a\0b", "a\nb", "x" * 300, "-x", "é",
+                                  "a b", "a\\b", "\ud800", "$x^$"])
 def test_the_name_of_a_run_is_no_path(capsys, tmp_path, name):
     assert "--name" in refused(capsys, f"--name={name}", "--runs-dir", str(tmp_path))
     (tmp_path / "x.yaml").write_text(f"name: {json.dumps(name)}\n")
@@ -242,7 +241,7 @@ def test_a_run_whose_name_is_a_link_is_refused(tmp_path, quick_flags, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "x").symlink_to(tmp_path / "elsewhere")  # to nothing, so that it does not "exist"
     with pytest.raises(SystemExit):
-        main(parse_args([*quick_flags, "--runs-dir", str(tmp_path / "runs"), "--name", "x", "--iterations", "1", "--quiet", "True"]))
+        main(parse_args([*quick_flags, "--runs-dir", str(tmp_path / "runs"), "--name", "x", "--iterations", "1"]))
     assert "exists already" in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
 
 
