@@ -630,7 +630,7 @@ class ReplayBuffer:
                 return f"n={n} needs {needed} entries of positive mass besides {n_fresh} fresh ones, not {positive}"
         return None
 
-    def sample(self, n: int, step: int) -> ReplaySample:
+    def sample(self, n: int, step: int, lowest=float) -> ReplaySample:
         """Draw n entries (episodes or groups) at `step`, in random order.
 
         systematic: one random offset u, targets (u + k)·S/n over the cumulative mass S. An entry whose expected count
@@ -641,7 +641,8 @@ class ReplayBuffer:
         weights are (N·pi/n)^-beta, over their largest in the batch. At beta=1, with is_includes_age, the mean of x
         times the unnormalised weights estimates the uniform mean of x over the buffer: freshness is cancelled. Without
         (the default) pi is first divided by the age factor exp(-alpha·age/tau), and the self-normalised mean estimates
-        the mean weighted by that factor: the base priority is undone, freshness is kept.
+        the mean weighted by that factor: the base priority is undone, freshness is kept. `lowest` turns this batch's lowest
+        log pi into that of all processes' batches, so that their largest weight is 1.
         """
         n, step = operator.index(n), operator.index(step)
         expired = self._expired(step)
@@ -658,7 +659,7 @@ class ReplayBuffer:
         if self.sampler == "prioritized":
             probabilities = self.tree.leaves[slots] / self.tree.total
             log_pi = np.log(inclusion) if self.is_includes_age else np.log(inclusion) + self.alpha / self.tau * ages
-            weights = np.exp(self.beta * (log_pi.min() - log_pi)).astype(np.float32)
+            weights = np.exp(self.beta * (lowest(log_pi.min()) - log_pi)).astype(np.float32)
         else:
             probabilities, weights = inclusion / n, np.ones(n, np.float32)
         ids, gaps = self.id[slots], self._count_uses(slots, step)

@@ -37,6 +37,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+import ranks
 from compare import bootstrap_interval, whole_lines
 from envs import MissingData, make_env_factory
 from models import Chat, load_policy, policy_folder, up_to
@@ -69,11 +70,12 @@ def outcome(episode) -> dict:
 
 
 def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: float, **play) -> dict:
-    """Plays one episode for each problem, with the seeds of `seeds_of`; returns means over them."""
-    episodes, _ = collect(engine, chat, make_env, problem_ids, list(range(len(problem_ids))), seeds_of(len(problem_ids))[:, 0],
-                          temperature=temperature, policy_step=0, iteration=0, **play)
+    """Plays one episode for each problem, shared among the ranks, with the seeds of `seeds_of`; returns means over them."""
+    mine = ranks.share(len(problem_ids))
+    episodes, _ = collect(engine, chat, make_env, problem_ids[mine], list(range(len(problem_ids)))[mine],
+                          seeds_of(len(problem_ids))[mine, 0], temperature=temperature, policy_step=0, iteration=0, **play)
     engine.release()  # what comes next must not depend on whether there was an evaluation
-    outcomes = [outcome(episode) for episode in episodes]
+    outcomes = ranks.joined([outcome(episode) for episode in episodes])
     return task_averages(outcomes) | averages(outcomes)
 
 

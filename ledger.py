@@ -5,6 +5,8 @@ What is counted is logged as cost/..., what comes of the clock as time/...: all 
 """
 import numpy as np
 
+import ranks
+
 SCORED = ("reference", "proximal", "values", "probe")  # why log-probs or values of tokens were computed again
 PHASES = ("sample", "fresh", "replay", "probe", "eval")  # of an iteration, see runs.Clock
 COUNTED = ("episodes_generated", "tokens_generated", "tokens_read", "episodes_trained", "tokens_trained", "tokens_trained_unique",
@@ -46,9 +48,19 @@ class Ledger:
         for name in COUNTED + tuple(f"seconds_{name}" for name in SECONDS):
             totals.setdefault(name, 0)
         self.parameters, self.lora, self.critic, self.samplers = parameters, lora, critic, samplers
+        self.new = {}  # of this process, not yet in the totals of all
 
     def add(self, name: str, amount):
-        self.totals[name] += amount
+        if ranks.world() == 1:
+            self.totals[name] += amount
+        else:
+            self.new[name] = self.new.get(name, 0) + amount
+
+    def settle(self):
+        """Adds what every process counted since the last time to the totals."""
+        for name, amount in ranks.total(self.new).items():
+            self.totals[name] += amount
+        self.new = {}
 
     def generated(self, episodes):
         self.add("episodes_generated", len(episodes))
@@ -64,8 +76,9 @@ class Ledger:
     def trained(self, episodes, metrics: dict, first_use):
         """An update on `episodes`; `first_use`: whether they were not trained on before, a bool or (B,) bools."""
         self.add("episodes_trained", len(episodes))
-        self.add("tokens_trained", metrics["tokens_trained"])
-        self.add("tokens_computed", metrics["tokens_computed"])
+        if ranks.first():  # the update's numbers are of all processes
+            self.add("tokens_trained", metrics["tokens_trained"])
+            self.add("tokens_computed", metrics["tokens_computed"])
         for episode, first, log_ratios in zip(episodes, np.broadcast_to(first_use, len(episodes)), metrics["log_ratios"]):
             if first and log_ratios is not None:
                 self.add("tokens_trained_unique", int(episode.action_mask.sum()))
@@ -94,6 +107,7 @@ class Ledger:
                 "score": 2 * P * sum(totals[f"tokens_scored_{kind}"] for kind in SCORED)}
 
     def metrics(self) -> dict:
+        self.settle()
         totals, flops = self.totals, self.flops()
         generated, trained = totals["episodes_generated"], totals["episodes_trained"]
         seconds = {name: totals[f"seconds_{name}"] for name in SECONDS}

@@ -200,25 +200,27 @@ def aggregate(values_BT, mask_BT, mode, *, denominator=None, max_length=None, we
     return values_B.sum() / denominator
 
 
-def step_denominator(mask_BT, mode, *, max_length=None):
-    """What `aggregate` divides by: tokens, or rows that have any, times `max_length` for constant; at least 1."""
+def step_denominator(mask_BT, mode, *, max_length=None, total=int):
+    """What `aggregate` divides by: tokens, or rows that have any, times `max_length` for constant; at least 1. `total` turns
+    a count of these rows into that of all processes' rows."""
     _choose(AGGREGATIONS, mode, "aggregation")
     if mode == "token_mean":
-        return max(int(mask_BT.sum()), 1)
+        return max(total(int(mask_BT.sum())), 1)
     if mode == "constant" and not (max_length and max_length > 0):
         raise ValueError(f"aggregation 'constant' needs max_length > 0, the action tokens an episode may have at most, "
                          f"got {max_length}")
-    return max(int(mask_BT.any(1).sum()), 1) * (max_length if mode == "constant" else 1)
+    return max(total(int(mask_BT.any(1).sum())), 1) * (max_length if mode == "constant" else 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
 def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None, values_BT=None, gamma=1.0, lam=1.0,
-                       shift=-0.1, baseline=0.0, std_floor=1e-6, whiten=None):
+                       shift=-0.1, baseline=0.0, std_floor=1e-6, whiten=None, joined=lambda values_N: values_N):
     """Advantages (B, T), float32, 0 where the mask is False; computed once, with the whole group or batch in sight.
 
     `rewards`: (B, T) with each turn's reward on its last action token for `reinforce++` and `gae`, else returns (B,). A
     NaN reward means "not judged": its row gets 0 and counts in no statistic. `token_kl_BT`, already times its
-    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: the reinforce++ kinds alone.
+    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: the reinforce++ kinds alone; `joined`
+    joins the values of all processes for it.
     """
     function = _choose(ADVANTAGES, kind, "advantage kind")
     _check_mask(mask_BT)
@@ -249,7 +251,7 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
     advantages = function(rewards, x)
     advantages_BT = _masked(advantages if per_token else advantages[:, None], mask_BT)
     if kind.startswith("reinforce++") if whiten is None else whiten:
-        advantages_BT = whitened(advantages_BT, mask_BT, std_floor=std_floor)
+        advantages_BT = whitened(advantages_BT, mask_BT, std_floor=std_floor, joined=joined)
     return advantages_BT.float()
 
 
@@ -295,9 +297,10 @@ ADVANTAGES = {
 }
 
 
-def whitened(values_BT, mask_BT, *, std_floor=1e-6):
-    """(x - mean) / std (population) over the masked tokens, 0 elsewhere; exactly 0 when all are equal."""
-    values_N = values_BT[mask_BT].double()
+def whitened(values_BT, mask_BT, *, std_floor=1e-6, joined=lambda values_N: values_N):
+    """(x - mean) / std (population) over the masked tokens, of all processes if `joined` joins theirs, 0 elsewhere; exactly 0
+    when all are equal."""
+    values_N = joined(values_BT[mask_BT].double())
     if len(values_N) == 0 or values_N.max() == values_N.min():
         return torch.zeros_like(values_BT)
     std = values_N.std(correction=0).clamp(min=std_floor)

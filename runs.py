@@ -1,4 +1,5 @@
 """The run folder: what is written while a run goes on, checkpoints, and the line or bar on the screen."""
+import contextlib
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+import ranks
 from models import load_policy
 
 
@@ -69,8 +71,16 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     name) and the counters of `state`; written whole, then renamed. Older ones than the newest `keep` go."""
     folder = run / "checkpoints" / f"step_{state['step']}"
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    if ranks.first():
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    ranks.barrier()
+    for name, memory in memories.items():
+        if hasattr(memory, "save"):
+            memory.save(temporary / shard_name(name, ranks.rank()))
+    ranks.barrier()
+    if not ranks.first():
+        return ranks.barrier()
     learner.accelerator.unwrap_model(learner.policy).save_pretrained(temporary)
     processor.save_pretrained(temporary)
     for name, optimizer in learner.optimizers().items():
@@ -80,9 +90,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     if learner.critic is not None:
         save_file(dict(learner.critic.state_dict()), temporary / "critic.safetensors")
     for name, memory in memories.items():
-        if hasattr(memory, "save"):
-            memory.save(temporary / name)
-        else:
+        if not hasattr(memory, "save"):
             values = memory.state_dict()
             arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
             np.savez(temporary / f"{name}.npz", **arrays)
@@ -95,6 +103,11 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     shutil.rmtree(replaced, ignore_errors=True)
     for old in checkpoints(run)[:-keep]:
         shutil.rmtree(old)
+    ranks.barrier()
+
+
+def shard_name(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
 
 
 def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
@@ -119,7 +132,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
         learner.critic.load_state_dict(load_file(folder / "critic.safetensors"))
     for name, memory in memories.items():
         if hasattr(memory, "save"):
-            memory.load_state_dict(type(memory).load(folder / name).state_dict())
+            memory.load_state_dict(type(memory).load(folder / shard_name(name, ranks.rank())).state_dict())
         else:
             with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
                 memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
@@ -222,6 +235,15 @@ def wandb_login() -> bool:
     """Whether there are credentials for wandb. Looked up here, since wandb's own look-up tells its server that it ran."""
     return bool(os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or
                 requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"))
+
+
+class NoLog(contextlib.nullcontext):
+    """RunLog of the ranks that write nothing."""
+
+    def nothing(self, *_):
+        pass
+
+    append = bad_update = iteration = finish = nothing
 
 
 class RunLog:

@@ -32,17 +32,18 @@ import numpy as np
 import torch
 import tyro
 import yaml
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 import losses
+import ranks
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
 from envs import MissingData, load_env, make_env_factory
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
 from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, up_to
 from rollout import HFEngine, collect
-from runs import (Clock, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml, replay_record, save_checkpoint)
+from runs import (Clock, NoLog, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml, replay_record,
+                  save_checkpoint)
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
 
@@ -513,6 +514,8 @@ def make_buffer(args: Args) -> ReplayBuffer:
               "draw", "is_includes_age", "max_age", "positive_fraction",
               "positive_advantage_only", "fresh_fraction", "min_size", "seed")
     settings = {name: getattr(args, name) for name in shared} | ({"tau": FIRST_TAU} if args.tau == "auto" else {})
+    settings |= {name: ranks.share_size(settings[name]) for name in ("capacity", "min_size")}
+    settings["seed"] = ranks.seed(args.seed)
     return ReplayBuffer(sampler=sampler_of(args), beta_steps=args.beta_steps or max(1, args.iterations * args.replay_updates),
                         **settings)
 
@@ -527,16 +530,15 @@ def rng_of(args: Args, purpose: str, iteration: int) -> np.random.Generator:
 
 def make_learner(args: Args, policy, image_processor=None) -> Learner:
     """The policy with its optimiser, and critic and reference where the objective needs them."""
-    accelerator, objective = Accelerator(cpu=not torch.cuda.is_available()), objective_of(args)
+    accelerator, objective = ranks.start(), objective_of(args)
 
     def prepared(module, lr):
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return accelerator.prepare(module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0,
-                                                             fused=True))
+        trained = [parameter for parameter in module.to(accelerator.device).parameters() if parameter.requires_grad]
+        return module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     reference = None
     if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
-        reference = accelerator.prepare(copy.deepcopy(policy).requires_grad_(False))
+        reference = copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
     if args.lora_rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
@@ -588,12 +590,22 @@ def main(args: Args) -> dict:
     """Train; returns the summary that is also written to summary.json."""
     started = time.time()
     sys.stdout.reconfigure(line_buffering=True)  # so that a log file shows where a run is
+    try:
+        ranks.start()
+    except ValueError as error:
+        fail(str(error))
+    if not args.quiet:
+        print(f"processes: {ranks.world()}")
+    for name in ("problems_per_iteration", "replay_batch_size", "capacity", "probe_episodes", "eval_problems"):
+        if (getattr(args, name) or math.inf) < ranks.world():
+            fail(f"--{name.replace('_', '-')} {getattr(args, name)} is less than the {ranks.world()} processes that share it")
+    args.name = ranks.common(args.name)  # it may hold the time
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.resume and not checkpoints(run):
         fail(f"{run} has no checkpoint to go on from")
     taken = f"{run} exists already: choose another --name, or " + (
         f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)")
-    if run.exists() and not args.resume:
+    if ranks.first() and run.exists() and not args.resume:
         fail(taken)
 
     make_env = make_env_factory(args.env, args.env_options)
@@ -627,7 +639,8 @@ def main(args: Args) -> dict:
         buffer = memories["buffer"] = make_buffer(args)
     if args.tau == "auto" and buffer is not None:
         drift = memories["drift"] = DriftEstimator()
-        memories["recent"] = ReplayBuffer(16 * args.probe_episodes, sampler="uniform", seed=args.seed + 1)
+        memories["recent"] = ReplayBuffer(ranks.share_size(16 * args.probe_episodes), sampler="uniform",
+                                          seed=ranks.seed(args.seed + 1))
     state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0,
              "replay_updates": 0, "minutes": 0.0, "ledger": {}}
     if args.resume:
@@ -647,13 +660,13 @@ def main(args: Args) -> dict:
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
-    if not args.resume:
+    if not args.resume and ranks.first():
         try:
             run.mkdir(parents=True)  # not earlier: a start that fails leaves nothing behind
         except FileExistsError:
             fail(taken)
     source = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
-    log = RunLog(run, args, state["iteration"], source())
+    log = RunLog(run, args, state["iteration"], source()) if ranks.first() else NoLog()
 
     def step_on(episodes, first_use, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
@@ -662,7 +675,7 @@ def main(args: Args) -> dict:
         state["step"] += metrics["steps"]
         state["bad_updates"] = state["bad_updates"] + 1 if metrics["nonfinite"] else 0
         if metrics["nonfinite"]:
-            log.bad_update(iteration, metrics, episodes)
+            log.bad_update(iteration, metrics, ranks.joined(episodes))
         if state["bad_updates"] == 3:
             fail("three updates in a row had a loss or gradient that is not finite; the last lines of episodes.jsonl name "
                  "their episodes; a smaller --lr or --max-grad-norm often helps")
@@ -672,38 +685,38 @@ def main(args: Args) -> dict:
         if state["start"] is None:
             state["start"] = state["best"] = judge()["success"]
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
-            clock, n = Clock(), args.problems_per_iteration
+            clock, n, mine = Clock(), args.problems_per_iteration, ranks.share(args.problems_per_iteration)
             now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
 
             # ---- sample
             asked = memories["problems"].select(n, iteration)
             groups = np.arange(n) + iteration * n
-            episodes, transcripts = collect(
-                engine, chat, make_env, train_problems[asked].repeat(args.group_size), groups.repeat(args.group_size),
-                rng_of(args, "sampling", iteration).integers(2**31, size=n * args.group_size),
+            episodes, transcripts = collect(  # the seeds do not depend on the number of ranks
+                engine, chat, make_env, train_problems[asked[mine]].repeat(args.group_size), groups[mine].repeat(args.group_size),
+                rng_of(args, "sampling", iteration).integers(2**31, size=(n, args.group_size))[mine].ravel(),
                 temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
             engine.release()
             ledger.generated(episodes)
             add_advantages(learner, episodes)
+            played = ranks.joined([outline(args, episode) for episode in episodes])  # of all ranks
             clock.lap("sample")
 
             # ---- store
-            broken = [episode.info["env_error"] for episode in episodes if episode.info["env_error"]]
-            if len(broken) > args.max_env_error_frac * len(episodes):
-                fail(f"{len(broken) / len(episodes):.0%} of the environments raised, more than --max-env-error-frac "
+            broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
+            if len(broken) > args.max_env_error_frac * len(played):
+                fail(f"{len(broken) / len(played):.0%} of the environments raised, more than --max-env-error-frac "
                      f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
-            if all(episode.info["context_full"] and not episode.action_mask.any() for episode in episodes):
+            if all(row["info"]["context_full"] and not row["answered"] for row in played):
                 fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
                      f"model's context of {play['context_length']} tokens")
-            sound = [episode for episode in episodes if not episode.info["env_error"] and episode.action_mask.any() and
-                     not (args.overlong == "mask" and episode.info["overlong"])]  # the others teach nothing
+            sound = [episode for episode in episodes if is_sound(args, episode)]  # the others teach nothing
             stored = [episode for episode in sound if store_all or has_signal(episode)]
             for place, group in zip(asked, groups):
-                successes = [float(episode.info["success"]) for episode in sound if episode.group_id == group]
+                successes = [float(row["info"]["success"]) for row in played if row["sound"] and row["group_id"] == group]
                 if successes:
                     memories["problems"].update(place, successes, iteration)
+            base = td_errors(learner, stored) if args.priority == "td_error" and buffer is not None else None
             if buffer is not None and stored:
-                base = td_errors(learner, stored) if args.priority == "td_error" else None
                 buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
             if drift is not None:
                 memories["recent"].add(sound, now(), birthdays=[now()] * len(sound))
@@ -711,20 +724,20 @@ def main(args: Args) -> dict:
             # ---- update on fresh episodes
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
             several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
-            proximal_BT = score(learner.policy, sound, learner) if sound and args.fresh_update and several else None
+            proximal_BT = score(learner.policy, sound, learner) if args.fresh_update and several else None
             for epoch in range(args.fresh_epochs if args.fresh_update else 0):
                 for members in np.array_split(shuffle.permutation(groups), args.minibatches):
                     rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
-                    if rows:
+                    if ranks.somewhere(rows):
                         fresh.append(step_on([sound[row] for row in rows], first_use=epoch == 0,
                                              proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
             clock.lap("fresh")
 
             # ---- update on replayed episodes
-            replayed, samples = [], []
+            replayed, samples, drawn = [], [], ranks.share_size(args.replay_batch_size)
             held = buffer.by_age(now()) if args.replay_updates else None
-            while len(replayed) < args.replay_updates and buffer.ready(args.replay_batch_size, now()):
-                sample = buffer.sample(args.replay_batch_size, now())
+            while len(replayed) < args.replay_updates and ranks.agreed(buffer.ready(drawn, now())):
+                sample = buffer.sample(drawn, now(), lowest=ranks.lowest)
                 unused = sample.steps_since_last_use < 0 if not args.fresh_update else False
                 replayed.append(step_on(sample.episodes, unused, weights=sample.weights, ages=sample.ages, replayed=True))
                 samples.append(sample)
@@ -733,18 +746,19 @@ def main(args: Args) -> dict:
             engine.sync()
             state["replay_updates"] += len(replayed)
             if args.replay_updates and iteration == 3 and not state["replay_updates"]:
-                print(f"note: no replay yet: {buffer.refusal(args.replay_batch_size, now())}")
-            if iteration == 1 and np.sum([episode.info["length_stops"] for episode in episodes]) > \
-                    0.9 * np.sum([episode.info["turns"] for episode in episodes]):
+                print(f"note: no replay yet: {max(map(str, ranks.gathered(buffer.refusal(drawn, now()) or '')))}")
+            if iteration == 1 and np.sum([row["info"]["length_stops"] for row in played]) > \
+                    0.9 * np.sum([row["info"]["turns"] for row in played]):
                 print(f"note: nearly every answer was cut at --max-new-tokens {args.max_new_tokens}; a higher limit may help")
             clock.lap("replay")
 
             # ---- measure the drift, set tau
             fit = None
             if drift is not None:
-                if memories["recent"].ready(args.probe_episodes, now()):
-                    probe = memories["recent"].sample(args.probe_episodes, now())
-                    drift.add(probe.ages, sequence_kl(sequence_log_ratios(learner, probe.episodes)))
+                if ranks.agreed(memories["recent"].ready(ranks.share_size(args.probe_episodes), now())):
+                    probe = memories["recent"].sample(ranks.share_size(args.probe_episodes), now())
+                    log_ratios = sequence_log_ratios(learner, probe.episodes)
+                    drift.add(ranks.joined(probe.ages), sequence_kl(ranks.joined(log_ratios)))
                 fit = drift.fit()
                 if fit:
                     buffer.set_tau(drift.tau())
@@ -754,29 +768,32 @@ def main(args: Args) -> dict:
             last = iteration == args.iterations
             due = last or (args.eval_every and iteration % args.eval_every == 0)
             judged = judge() if due else {}
-            state |= {"iteration": iteration, "episodes": state["episodes"] + len(episodes),
-                      "tokens": state["tokens"] + sum(len(episode.tokens) for episode in episodes),
+            state |= {"iteration": iteration, "episodes": state["episodes"] + len(played),
+                      "tokens": state["tokens"] + sum(row["tokens"] for row in played),
                       "best": max(state["best"], judged.get("success", 0.0))}
             clock.lap("eval")
             ledger.scored(learner.scored)
             ledger.spent(clock.laps)
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
-            memory = buffer.stats(now()) | drift_metrics(args, buffer, fit) if buffer is not None else {"bytes": 0}
+            memory = {"bytes": 0} if buffer is None else \
+                over_ranks(buffer.stats(now()), args.capacity) | drift_metrics(args, buffer, fit)
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
-                **under("fresh", fresh_metrics(episodes, stored, buffer) | merged(fresh, names)),
+                **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer) | merged(fresh, names)),
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
                 **{f"fresh/sampler_trainer_difference_{key}": fresh[0].get(f"log_prob_difference_{key}") if fresh else None
                    for key in ("mean", "p99", "max")},
-                **under("task", task_averages([{"info": episode.info} for episode in episodes])),
-                **under("replay", merged(replayed, names) | replay_metrics(samples, args.replay_batch_size)),
+                **under("task", task_averages(played)),
+                **under("replay", merged(replayed, names) | replay_metrics(samples, args)),
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
                 **ledger.metrics(),
-                **under("time", clock.metrics(sum(len(episode.tokens) for episode in episodes)))}
-            shown = [episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
-                     in enumerate(zip(episodes, transcripts)) if place < args.transcripts or episode.info["env_error"]]
+                **under("time", clock.metrics(sum(row["tokens"] for row in played)))}
+            shown = ranks.joined([
+                episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
+                in enumerate(zip(episodes, transcripts), ranks.share(n).start * args.group_size)
+                if place < args.transcripts or episode.info["env_error"]])
             if replayed:
                 shown += [episode_record(chat, iteration, *row, kind="replay") for row in zip(
                     samples[-1].episodes, [None] * args.transcripts, samples[-1].ages, samples[-1].weights,
@@ -786,8 +803,9 @@ def main(args: Args) -> dict:
             if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
                 state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
                 save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints)
-        plot_learning_curves([run], run / "learning_curve.png")
-        if drift is not None:
+        if ranks.first():
+            plot_learning_curves([run], run / "learning_curve.png")
+        if drift is not None and ranks.first():
             plot_drift(run, drift)
         summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
                    "final_success": judged["success"], "heldout_problems": len(heldout_problems), "iterations": args.iterations,
@@ -804,27 +822,64 @@ def under(name: str, metrics: dict) -> dict:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
-def fresh_metrics(episodes, stored, buffer) -> dict:
-    info = {key: [episode.info[key] for episode in episodes] for key in PLAYED}
+def is_sound(args: Args, episode) -> bool:
+    """Whether an episode can teach something."""
+    return not episode.info["env_error"] and bool(episode.action_mask.any()) and \
+        not (args.overlong == "mask" and episode.info["overlong"])
+
+
+def outline(args: Args, episode) -> dict:
+    """What all ranks need to know of an episode."""
+    return {"group_id": episode.group_id, "reward": episode.reward, "tokens": len(episode.tokens), "info": episode.info,
+            "answered": bool(episode.action_mask.any()), "signal": has_signal(episode), "sound": is_sound(args, episode)}
+
+
+def fresh_metrics(played: list[dict], stored: int, buffer) -> dict:
+    info = {key: [row["info"][key] for row in played] for key in PLAYED}
     turns = max(1, sum(info["turns"]))
-    return {"reward": np.mean([episode.reward for episode in episodes]), "success": np.mean(info["success"]),
+    return {"reward": np.mean([row["reward"] for row in played]), "success": np.mean(info["success"]),
             "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
             "context_full": np.mean(info["context_full"]), "overlong": np.mean(info["overlong"]),
             "env_errors": np.mean([bool(error) for error in info["env_error"]]),
             "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
-            "tokens_per_episode": np.mean([len(episode.tokens) for episode in episodes]),
-            "signal_share": np.mean([has_signal(episode) for episode in episodes]),
-            "stored_share": len(stored) / len(episodes) if buffer is not None else None}
+            "tokens_per_episode": np.mean([row["tokens"] for row in played]),
+            "signal_share": np.mean([row["signal"] for row in played]),
+            "stored_share": stored / len(played) if buffer is not None else None}
 
 
-def replay_metrics(samples, drawn: int) -> dict:
+def replay_metrics(samples, args: Args) -> dict:
     if not samples:
         return dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "weight_min")) | {"updates": 0}
-    ages = np.concatenate([sample.ages for sample in samples])
+    ages = ranks.joined(np.concatenate([sample.ages for sample in samples]))
     return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
-            "unique_fraction": np.mean([len(np.unique(sample.ids)) / drawn for sample in samples]),
-            "success": np.mean([episode.info["success"] for sample in samples for episode in sample.episodes]),
-            "weight_min": min(sample.weights.min() for sample in samples)}
+            "unique_fraction": np.mean([ranks.total(len(np.unique(sample.ids))) / args.replay_batch_size for sample in samples]),
+            "success": np.mean(ranks.joined([episode.info["success"] for sample in samples for episode in sample.episodes])),
+            "weight_min": ranks.lowest(min(sample.weights.min() for sample in samples))}
+
+
+OF_WHAT = {"replay_ratio": "added_total", "new_fraction": "drawn_total", "steps_since_last_use_mean": "drawn_total",
+           "evicted_unused_fraction": "evicted_total", "uses_of_retired_mean": "evicted_total",
+           "dropped_by_age_tokens_mean": "dropped_by_age_total"}
+
+
+def over_ranks(stats: dict, capacity: int) -> dict:
+    """The statistics of all ranks' shards of the buffer as one: sums of counts, extremes of extremes, means of the rest,
+    weighted by what they are means of (quantiles and the entropy: the mean over the shards)."""
+    shards, result = ranks.gathered(stats), {}
+    if len(shards) == 1:
+        return stats
+    for name in stats:
+        rows = [shard for shard in shards if shard[name] is not None]
+        weights = [shard[OF_WHAT.get(name, "size")] for shard in rows]
+        if not rows or not sum(weights):
+            result[name] = None if not rows else rows[0][name]
+        elif name in ("size", "episodes", "bytes") or name.endswith("_total"):
+            result[name] = sum(shard[name] for shard in rows)
+        elif name.endswith(("_max", "_min")):
+            result[name] = (max if name.endswith("_max") else min)(shard[name] for shard in rows)
+        else:
+            result[name] = float(np.average([shard[name] for shard in rows], weights=weights))
+    return result | {"fill": result["size"] / capacity}
 
 
 def drift_metrics(args: Args, buffer, fit) -> dict:
@@ -844,7 +899,9 @@ def list_objectives():
 
 
 if __name__ == "__main__":
+    ranks.silence_others()
     if sys.argv[1:] == ["--list"]:
         list_objectives()
     else:
         main(parse_args(sys.argv[1:]))
+        ranks.close()

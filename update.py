@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+import ranks
 from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
                     m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
 from models import collate, micro_batches, pixel_inputs, token_logprobs
@@ -73,8 +74,12 @@ def zero_advantage_is_silent(args) -> bool:
 
 
 def padded(rows) -> torch.Tensor:
-    """A list of (T,) arrays as one (B, T) tensor, zeros on the right."""
-    return collate([{"row": row} for row in rows], 0)["row"]
+    """A list of (T,) arrays as one (B, T) tensor, zeros on the right; (0, 0) of none."""
+    return collate([{"row": row} for row in rows], 0)["row"] if len(rows) else torch.zeros(0, 0)
+
+
+def mask_of(episodes) -> torch.Tensor:
+    return padded([episode.action_mask for episode in episodes]).bool()
 
 
 def pixels_of(learner: Learner, episodes) -> dict[str, torch.Tensor]:
@@ -119,7 +124,7 @@ def reference_score(learner: Learner, episodes) -> torch.Tensor:
 
 def token_rewards(episodes) -> torch.Tensor:
     """(B, T): each turn's reward on its last action token."""
-    rewards_BT = torch.zeros(len(episodes), max(len(episode.tokens) for episode in episodes))
+    rewards_BT = torch.zeros(len(episodes), max((len(episode.tokens) for episode in episodes), default=0))
     for row, episode in enumerate(episodes):
         rewards_BT[row, episode.turn_ends - 1] = torch.from_numpy(episode.turn_rewards)
     return rewards_BT
@@ -144,7 +149,7 @@ def values_and_rewards(learner: Learner, episodes) -> tuple[torch.Tensor, torch.
 def td_errors(learner: Learner, episodes) -> np.ndarray:
     """(B,) mean |r + gamma V' - V| over action tokens: the base priority `td_error`."""
     values_BT, rewards_BT = values_and_rewards(learner, episodes)
-    mask_BT = padded([episode.action_mask for episode in episodes])
+    mask_BT = mask_of(episodes)
     delta_BT, _ = gae(rewards_BT, values_BT, mask_BT, gamma=learner.args.gamma, lam=0.0)
     return (delta_BT.abs().sum(1) / mask_BT.sum(1)).numpy().astype(np.float64)
 
@@ -152,7 +157,7 @@ def td_errors(learner: Learner, episodes) -> np.ndarray:
 def add_advantages(learner: Learner, episodes):
     """Fills `episode.advantages` (and `values`), once, while every group is whole."""
     args, objective = learner.args, objective_of(learner.args)
-    mask_BT = padded([episode.action_mask for episode in episodes])
+    mask_BT = mask_of(episodes)
     values_BT = None
     if objective.advantage == "gae":
         values_BT = per_token(learner.critic, episodes, learner)
@@ -167,7 +172,7 @@ def add_advantages(learner: Learner, episodes):
     # ALGO LOGIC: what a token is worth
     advantages_BT = compute_advantages(
         objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma, lam=args.lam,
-        shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten)
+        shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten, joined=ranks.joined)
     for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
         episode.advantages = advantages_T[:len(episode.tokens)].copy()
 
@@ -186,7 +191,7 @@ def value_targets(learner: Learner, episodes, replayed: bool):
     """
     args = learner.args
     values_BT, rewards_BT = values_and_rewards(learner, episodes)
-    mask_BT = padded([episode.action_mask for episode in episodes])
+    mask_BT = mask_of(episodes)
     if not replayed:
         values_BT = padded([episode.values for episode in episodes])
         return values_BT, gae(rewards_BT, values_BT, mask_BT, gamma=args.gamma, lam=args.lam)[1], None
@@ -200,13 +205,13 @@ def value_targets(learner: Learner, episodes, replayed: bool):
 def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     """(B, T) advantages of a replayed batch: the stored ones, unless a named switch asks for something else."""
     args = learner.args
-    mask_BT = padded([episode.action_mask for episode in episodes])
+    mask_BT = mask_of(episodes)
     if args.replay_advantage == "vtrace":
-        return whitened(vtrace_BT, mask_BT)
+        return whitened(vtrace_BT, mask_BT, joined=ranks.joined)
     if args.replay_advantage == "released":  # again inside the drawn batch: a lone member is 0 before the whitening
         rewards_B = torch.tensor([episode.reward for episode in episodes])
         groups_B = torch.tensor([episode.group_id for episode in episodes])
-        return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True)
+        return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True, joined=ranks.joined)
     return padded([episode.advantages for episode in episodes])
 
 
@@ -218,7 +223,7 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
     """
     args, objective = learner.args, objective_of(learner.args)
     rows = {"tokens": padded([episode.tokens.astype(np.int64) for episode in episodes]),
-            "mask": padded([episode.action_mask for episode in episodes]),
+            "mask": mask_of(episodes),
             "behavior": padded([episode.behavior_logprobs for episode in episodes]),
             # imitation takes what the task calls a success, whatever the format penalty
             "rewards": torch.tensor([episode.score if objective.loss == "sft_positive" else episode.reward
@@ -243,7 +248,7 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
     if objective.loss in ("m2po", "tba"):
         now_BT = score(learner.policy, episodes, learner)
     if objective.loss == "m2po":
-        options["m2_bound"] = m2po_bound(now_BT, rows["behavior"], rows["advantages"], rows["mask"])
+        options["m2_bound"] = m2po_bound(*map(ranks.stacked, (now_BT, rows["behavior"], rows["advantages"], rows["mask"])))
     if objective.loss == "tba":
         groups_B = torch.tensor([episode.group_id for episode in episodes])
         rows["log_z"] = tba_log_z(now_BT, rows["reference"], rows["rewards"], groups_B, rows["mask"])
@@ -285,7 +290,7 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
 
 
 def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
-    """Adds the gradient of one optimiser step over `episodes` to policy and critic; returns the step's metrics.
+    """Adds the gradient of one optimiser step over `episodes` (of all ranks) to policy and critic; returns the step's metrics.
 
     `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve `--correction age_discount`;
     `proximal_BT`, for decoupled_ppo, are the log-probs when the batch's first update began, None: now. All micro-batches
@@ -294,7 +299,8 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     args, objective = learner.args, objective_of(learner.args)
     rows, options = step_inputs(learner, episodes, weights, ages, proximal_BT, replayed)
     longest = args.max_turns * args.max_new_tokens
-    per_step = {"max_length": longest, "denominator": step_denominator(rows["mask"], objective.aggregation, max_length=longest)}
+    per_step = {"max_length": longest, "denominator": step_denominator(rows["mask"], objective.aggregation, max_length=longest,
+                                                                       total=ranks.total)}
     signal_B = rows["advantages"].ne(0).any(1)
     chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
     order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
@@ -314,19 +320,24 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         order += picked.tolist()
         seen += list(logprobs_BT)
 
+    totals = ranks.total(totals)
+    if totals["tokens_trained"]:
+        for optimizer in learner.optimizers().values():
+            ranks.sum_gradients(optimizer.param_groups[0]["params"])
     summed = ("loss", "value_loss", "tokens_trained", "tokens_computed")
     metrics = {name: value if name in summed else value / totals["tokens_trained"] for name, value in totals.items()}
     metrics["log_ratios"] = [None] * len(episodes)  # log current/behaviour of the rows that were computed, (T,) each
     for row, logprobs_T in zip(order, seen):
         episode = episodes[row]
         metrics["log_ratios"][row] = logprobs_T[:len(episode.tokens)].numpy() - episode.behavior_logprobs
-    if seen:
+    if totals["tokens_trained"]:
         logprobs_BT = padded(seen)
         aligned = (rows[name][order, :logprobs_BT.shape[1]] for name in ("behavior", "advantages", "mask"))
-        metrics |= diagnostics(logprobs_BT, *aligned)
+        metrics |= diagnostics(*map(ranks.stacked, (logprobs_BT, *aligned)))
     if learner.critic is not None:
-        metrics["explained_variance"] = explained_variance(rows["old_values"], rows["targets"], rows["mask"])
-    return metrics | {"nonzero_advantage_rows": signal_B.double().mean().item()}
+        metrics["explained_variance"] = explained_variance(*(ranks.stacked(rows[name])
+                                                             for name in ("old_values", "targets", "mask")))
+    return metrics | {"nonzero_advantage_rows": ranks.joined(signal_B).double().mean().item()}
 
 
 def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:

@@ -1,0 +1,165 @@
+"""Many processes (ranks), started by `torchrun` or `accelerate launch`. On one process nothing here does anything.
+
+Every rank runs the whole loop on its own share of each iteration's problems and of the replay buffer. What is decided from
+numbers of all ranks is decided from gathered ones, so that every rank decides alike and takes part in the same exchanges.
+"""
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world() > 1 else 0
+
+
+def first() -> bool:
+    """Whether this is the rank that prints and writes."""
+    return rank() == 0
+
+
+def silence_others():
+    """Before the ranks know each other: only the first of them prints. Errors are printed by every rank that has one."""
+    if os.environ.get("RANK", "0") != "0":
+        sys.stdout = open(os.devnull, "w")
+
+
+def start() -> Accelerator:
+    """Joins the other processes. ValueError if the launcher promised more of them than came, or asks for what is not done."""
+    promised, on_cpu = int(os.environ.get("WORLD_SIZE", 1)), not torch.cuda.is_available()
+    lonely = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
+    if lonely:  # accelerate's launcher for CPUs sets a meeting point and then starts a single process
+        raise ValueError("`accelerate launch` was asked for several processes on a CPU and silently started one; use "
+                         "torchrun --nproc_per_node N train.py ...")
+    accelerator = Accelerator(cpu=on_cpu)
+    if accelerator.num_processes != promised:
+        raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
+                         "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
+    if accelerator.mixed_precision != "no":
+        raise ValueError(f"mixed_precision {accelerator.mixed_precision} in the accelerate config: set it to 'no'; the data type "
+                         "of the weights is --dtype")
+    return accelerator
+
+
+def close():
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------------- exchanges
+
+
+def gathered(value) -> list:
+    """`value` of every rank, by rank."""
+    if world() == 1:
+        return [value]
+    values = [None] * world()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def joined(rows):
+    """The rows of all ranks, in the order of the ranks: lists, (N,) arrays or tensors."""
+    parts = gathered(rows)
+    if len(parts) == 1:
+        return rows
+    if isinstance(rows, list):
+        return sum(parts, [])
+    return torch.cat(parts) if isinstance(rows, torch.Tensor) else np.concatenate(parts)
+
+
+def stacked(rows_BT: torch.Tensor) -> torch.Tensor:
+    """(B, T) of every rank as one tensor, padded on the right with zeros."""
+    if world() == 1:
+        return rows_BT
+    parts = gathered(rows_BT)
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+def total(value):
+    """The sum over ranks of a number, or of each entry of a dict (one that a rank lacks counts 0 there)."""
+    parts = gathered(value)
+    if isinstance(value, dict):
+        return {name: sum(part.get(name, 0) for part in parts) for name in dict.fromkeys(name for part in parts for name in part)}
+    return sum(parts)
+
+
+def lowest(value):
+    return min(gathered(value))
+
+
+def agreed(value: bool) -> bool:
+    """Whether it is so on every rank."""
+    return all(gathered(bool(value)))
+
+
+def somewhere(value: bool) -> bool:
+    """Whether it is so on any rank."""
+    return any(gathered(bool(value)))
+
+
+def common(value):
+    """The first rank's value."""
+    return gathered(value)[0]
+
+
+def barrier():
+    gathered(None)
+
+
+# ---------------------------------------------------------------------------------------------------------- shares
+
+
+def share(count: int) -> slice:
+    """This rank's part of `count` things in order; where they do not divide, the first ranks take one more."""
+    each, more = divmod(count, world())
+    start = rank() * each + min(rank(), more)
+    return slice(start, start + each + (rank() < more))
+
+
+def seed(seed: int) -> int | list[int]:
+    """A seed of this rank's own; the first one's is `seed` itself."""
+    return [seed, rank()] if rank() else seed
+
+
+def share_size(count: int) -> int:
+    part = share(count)
+    return part.stop - part.start
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+
+
+@torch.no_grad()
+def sum_gradients(parameters):
+    """Replaces every parameter's gradient by its sum over the ranks; one that a rank lacks counts as zeros there."""
+    if world() == 1:
+        return
+    waiting, size = [], 0
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if waiting and (size + parameter.numel() > BUCKET or parameter.dtype != waiting[0].dtype):
+            sum_bucket(waiting)
+            waiting, size = [], 0
+        waiting.append(parameter.grad)
+        size += parameter.numel()
+    if waiting:
+        sum_bucket(waiting)
+
+
+def sum_bucket(gradients: list[torch.Tensor]):
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(part.view_as(gradient))
