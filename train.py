@@ -420,8 +420,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
     if args.model in ("tiny", "tiny-vlm") and (looks != (args.model == "tiny-vlm") or looks and "prompt" not in options):
         fail(f"--model {args.model} with --env {args.env} {args.env_options}: tiny-vlm is for tasks that show images "
              "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
-    if looks and args.engine not in ("auto", "hf"):
-        fail(f"--engine {args.engine} is not given images yet: use --engine hf")
+    if looks and (args.engine.startswith("http://") or args.lora_sync == "adapter"):
+        fail(f"--engine {args.engine} --lora-sync {args.lora_sync} takes no images: use --engine hf or vllm, --lora-sync merge")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
     if args.model not in ("tiny", "tiny-vlm") and not args.resume:  # two defaults that are for the tiny policy
@@ -561,9 +561,7 @@ def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> li
 def make_engine(args: Args, policy, chat: Chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
     kind, why = args.engine, "as --engine asks"
-    if kind == "auto" and chat.image_processor is not None:
-        kind, why = "hf", "the policy takes images"
-    elif kind == "auto" and torch.cuda.is_available():
+    if kind == "auto" and torch.cuda.is_available():
         kind, why = "vllm", "there is a GPU"
         if importlib.util.find_spec("vllm") is None:
             kind, why = "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
@@ -577,8 +575,7 @@ def make_engine(args: Args, policy, chat: Chat, folder):
     from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
         return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
-                          trust_remote_code=args.trust_remote_code,
-                          max_model_len=context_length_of(args, policy))
+                          trust_remote_code=args.trust_remote_code, max_model_len=context_length_of(args, policy), chat=chat)
     return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync, shared_folder=args.shared_folder)
 
 

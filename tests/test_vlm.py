@@ -1,5 +1,6 @@
 import copy
 import functools
+import importlib.util
 import json
 import shutil
 
@@ -276,6 +277,39 @@ def test_the_warm_start_imitates_with_pictures(policy):
     assert torch.allclose(alone.sum(), together_BT.sum(), atol=1e-3)
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm")
+def test_vllm_sees_the_same_images(folder):
+    """Episodes of several images: vLLM's log-probs are the trainer's, before and after an update of every weight, eyes too."""
+    from vllm_engine import VLLMEngine
+    model, processor = load_policy(folder)
+    policy = model, Chat(processor)
+    with torch.no_grad():  # a model that wants to say <image>
+        model.lm_head.weight[model.config.image_token_id] = model.lm_head.weight[processor.tokenizer.eos_token_id] * 3
+    engine = VLLMEngine(model, folder, policy[1].stop_ids(model.generation_config), max_model_len=1024, chat=policy[1])
+
+    def worst():
+        episodes, _ = play(policy, list(range(6)) * 2, range(12), engine)
+        assert max(len(episode.images) for episode in episodes) > 2
+        assert not any((episode.tokens[episode.action_mask] == model.config.image_token_id).any() for episode in episodes)
+        return max(np.abs(replayed(policy, episode) - episode.behavior_logprobs).max() for episode in episodes)
+
+    try:
+        assert worst() < 1e-4
+        with torch.no_grad():
+            model.model.vision_model.embeddings.patch_embedding.weight.mul_(1.5)  # the eyes alone
+        assert worst() > 1e-3
+        engine.sync()
+        assert worst() < 1e-4
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * parameter.std() * torch.randn_like(parameter)
+        engine.sync()
+        assert worst() < 1e-4
+    finally:
+        engine.close()
+
+
 def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache, folder):
     train("--model", "tiny-vlm", "--wandb", "off", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
           "--max-new-tokens", 12, "--eval-problems", 8, "--eval-every", 0, "--problems-per-iteration", 4, "--group-size", 4,
@@ -302,7 +336,8 @@ def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache,
     (["--model", "tiny-vlm", "--env", "arithmetic"], "tiny-vlm is for tasks that show images"),
     (["--model", "tiny", "--env-options", "view", "image"], "tiny-vlm is for tasks that show images"),
     (["--model", "tiny-vlm", "--env", "geoqa"], "tiny-vlm is for tasks that show images"),
-    (["--model", "tiny-vlm", "--engine", "vllm"], "use --engine hf")])
+    (["--model", "tiny-vlm", "--engine", "http://localhost:1"], "use --engine hf or vllm"),
+    (["--model", "tiny-vlm", "--engine", "vllm", "--lora-rank", "4", "--lora-sync", "adapter"], "use --engine hf or vllm")])
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(flags)
