@@ -338,17 +338,21 @@ class RunLog:
 
     def iteration(self, metrics: dict, shown: list[dict]):
         self.append("metrics.jsonl", metrics)
+        shown = [with_files(self.run, record) for record in shown]
         for record in shown:
-            self.append("episodes.jsonl", with_files(self.run, record))
+            self.append("episodes.jsonl", record)
         numbers = {key: value for key, value in metrics.items() if value is not None}
         if self.wandb is not None:
             import wandb
             # a new one each time: a table that grows keeps every transcript in memory
-            table = wandb.Table(columns=["iteration", "kind", "age", "success", "reward", "transcript"])
-            for record in shown:
+            frames = [[wandb.Image(str(self.run / turn["image"])) for turn in record["transcript"] if "image" in turn]
+                      for record in shown]
+            columns = ["iteration", "kind", "age", "success", "reward", "transcript", *["frames"] * any(frames)]
+            table = wandb.Table(columns=columns)
+            for record, pictures in zip(shown, frames):
                 text = "\n\n".join(f"[{message['role']}] {message['content']}" for message in record["transcript"])
-                table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"],
-                                    record["reward"], text)
+                table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"], record["reward"],
+                               text, *[pictures] * any(frames))
             self.wandb.log(numbers | {"episodes": table}, step=metrics["iteration"])
         if self.tensorboard is not None:
             for key, value in numbers.items():

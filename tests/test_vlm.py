@@ -3,6 +3,8 @@ import functools
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer import ReplayBuffer
-from conftest import train
+from conftest import ROOT, train
 from envs import FrozenLake
 from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, token_logprobs,
                     warm_started_tiny)
@@ -311,13 +313,13 @@ def test_vllm_sees_the_same_images(folder):
 
 
 def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache, folder):
-    train("--model", "tiny-vlm", "--wandb", "off", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
+    train("--model", "tiny-vlm", "--wandb", "offline", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
           "--max-new-tokens", 12, "--eval-problems", 8, "--eval-every", 0, "--problems-per-iteration", 4, "--group-size", 4,
           "--replay-batch-size", 4, "--train-problems", 64, "--runs-dir", tmp_path, "--name", "whole", "--iterations", 3,
           "--checkpoint-every", 1, "--store-without-signal", "true")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
-    train("--resume", tmp_path / "parts")
+    train("--resume", tmp_path / "parts", "--wandb", "off")
     whole, parts = ([{key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
                      for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "parts"))
     assert whole == parts and len(whole) == 3 and whole[-1]["replay/updates"] == 2
@@ -330,6 +332,10 @@ def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache,
     frames = [turn["image"] for record in records for turn in record["transcript"] if "image" in turn]
     assert {record["kind"] for record in records} == {"fresh", "replay"} and len(set(frames)) < len(frames)
     assert all((tmp_path / "whole" / frame).read_bytes().startswith(b"\x89PNG") for frame in frames)
+    table = json.loads(next((tmp_path / "whole").rglob("*.table.json")).read_text())
+    assert table["columns"][-1] == "frames" and len(table["data"][0][-1]) == sum("image" in turn for turn in records[0]["transcript"])
+    subprocess.run([sys.executable, ROOT / "eval.py", "show", tmp_path / "whole"], check=True)
+    assert (tmp_path / "whole" / "episodes.html").read_text().count("data:image/png") == len(set(frames))
 
 
 @pytest.mark.parametrize("flags, words", [
