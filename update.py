@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+import prefix_tree
 import ranks
 from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
                     m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
-from models import collate, micro_batches, pixel_inputs, token_logprobs
+from models import backbone, collate, micro_batches, pixel_inputs, token_logprobs
 
 PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
@@ -86,13 +87,21 @@ def pixels_of(learner: Learner, episodes) -> dict[str, torch.Tensor]:
     return pixel_inputs(learner.image_processor, [episode.images for episode in episodes], learner.device)
 
 
+def batches_of(learner: Learner, episodes) -> list[list[int]]:
+    """Rows of one forward pass each; those of one prompt together where it is read once."""
+    args, prompts = learner.args, None
+    if prefix_tree.knows_trees(backbone(learner.policy)):
+        prompts = [tuple(episode.tokens[:episode.action_mask.argmax()].tolist()) for episode in episodes]
+    return micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size, prompts)
+
+
 @torch.no_grad()
 def per_token(function, episodes, learner: Learner, kind: str = "values") -> torch.Tensor:
     """function(tokens_BT, mask_BT, pixels) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is
     what its cost is booked as, one of ledger.SCORED."""
-    args, rows = learner.args, [None] * len(episodes)
+    rows = [None] * len(episodes)
     learner.scored[kind] += sum(len(episode.tokens) for episode in episodes)
-    for micro in micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size):
+    for micro in batches_of(learner, episodes):
         tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
         mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
         pixels = pixels_of(learner, [episodes[row] for row in micro])
@@ -304,9 +313,9 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     signal_B = rows["advantages"].ne(0).any(1)
     chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
     order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
-    for micro in micro_batches([len(episodes[row].tokens) for row in chosen], args.micro_batch_tokens, args.micro_batch_size):
+    for micro in batches_of(learner, [episodes[row] for row in chosen]):
         picked = chosen[micro]
-        width = len(episodes[picked[0]].tokens)  # rows come sorted, the longest first
+        width = max(len(episodes[row].tokens) for row in picked)
         batch = {name: (tensor[picked, :width] if tensor.ndim == 2 else tensor[picked]).to(learner.device)
                  for name, tensor in rows.items()}
         batch["pixels"] = pixels_of(learner, [episodes[row] for row in picked])

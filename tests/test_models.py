@@ -93,6 +93,32 @@ def test_micro_batches_pad_least_of_all_ways_to_cut_the_sorted_rows():
         assert sum(len(batch) * lengths[batch[0]] + budget / 16 for batch in found) == pytest.approx(best)
 
 
+def test_micro_batches_with_prompts_compute_least_of_all_ways_to_cut_rows_in_the_order_of_their_prompts():
+    """The cost of a batch, by hand: a prompt once, other tokens, a quarter of the padding, budget / 16."""
+    rng, together = np.random.default_rng(0), 0
+    for trial in range(60):
+        prompts = [((1,) * 3, (2,) * 4, (3,))[which] for which in rng.integers(0, 3, size=rng.integers(1, 9))]
+        lengths = [len(prompt) + int(rng.integers(1, 9)) for prompt in prompts]
+        budget, most = int(rng.integers(5, 40)), [None, 2][trial % 2]
+
+        def cost(batch):
+            width = max(lengths[row] for row in batch)
+            if len(batch) > 1 and (len(batch) * width > budget or len(batch) > (most or 99)):
+                return np.inf
+            once = sum(map(len, {prompts[row] for row in batch})) + sum(lengths[row] - len(prompts[row]) for row in batch)
+            return 0.75 * once + 0.25 * len(batch) * width + budget / 16
+        found = micro_batches(lengths, budget, most, prompts)
+        order = sum(found, [])
+        assert sorted(order) == list(range(len(lengths)))
+        families = [prompts[row] for row in order]
+        assert len(list(itertools.groupby(families))) == len(set(families))  # side by side
+        best = min(sum(cost(order[a:b]) for a, b in zip(edges, edges[1:])) for cuts in itertools.product(
+            (False, True), repeat=len(order) - 1) for edges in [[0, *[at + 1 for at, cut in enumerate(cuts) if cut], len(order)]])
+        assert sum(map(cost, found)) == pytest.approx(best) and best < np.inf
+        together += len(found) < len(lengths)
+    assert together > 30
+
+
 def test_micro_batches_hold_every_row_once_within_the_budget():
     lengths = np.random.default_rng(0).integers(1, 60, size=50).tolist()
     for rows in (None, 1, 3):
