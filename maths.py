@@ -290,7 +290,7 @@ def calls_something(text: str) -> bool:
     >>> [calls_something(text) for text in ("_ Q", "__a", "x or y")]
     [False, True, True]
     """
-    called = set(re.findall(r"([\w\])'\"]+)\s*\(", text))
+    called = set(re.findall(r"(?<![\w\])'\"])([\w\])'\"]+)\s*\(", text))
     hidden = not text.isascii() or re.search(
         r"[\\{}@;`#\0]|\w_|_\w|\.\s*[A-Za-z]|\b(?:and|or|not|if|else|in|is|for|lambda)\b", text) is not None
     return hidden or not called <= (set() if "'" in text or '"' in text else GYM_FUNCTIONS)

@@ -388,6 +388,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         return f"--{name.replace('_', '-')} {getattr(args, name)}"
 
     for name, value in vars(args).items():
+        if isinstance(value, float) and math.isnan(value):
+            fail(f"{flag(name)} must be a number")
         for text in (value, *value.values()) if isinstance(value, dict) else (value,):
             if isinstance(text, str) and CONTROL.search(text):
                 fail(f"--{name.replace('_', '-')} {text!r} holds a control character or half of a character")
