@@ -332,6 +332,16 @@ class CliffWalking(FrozenLake):
 
 # ------------------------------------------------------------------------------------------------ tasks by their name
 
+def options_for(model: str, task: type) -> dict[str, str]:
+    """What the tiny policies need of a task: a prompt of words that they know, pictures in which a cell is a patch."""
+    wanted = {"tiny": {"prompt": "tiny"}, "tiny-vlm": {"prompt": "tiny", "view": "image", "cell_pixels": "16"}}.get(model, {})
+    return {name: value for name, value in wanted.items() if name in inspect.signature(task.__init__).parameters}
+
+
+def shows_images(env) -> bool:
+    return getattr(env, "view", "text") != "text"
+
+
 # A class, or "file.py:Class" of a file beside this one, which is imported when the task is asked for.
 ENVS = {"frozenlake": FrozenLake, "cliffwalking": CliffWalking, "sokoban": "sokoban.py:Sokoban",
         "arithmetic": "maths.py:Arithmetic", "maths": "maths.py:Maths", "reasoning_gym": "maths.py:ReasoningGym",

@@ -39,7 +39,7 @@ from rich.progress import Progress
 
 import ranks
 from compare import bootstrap_interval, whole_lines
-from envs import MissingData, make_env_factory
+from envs import MissingData, load_env, make_env_factory, options_for
 from models import Chat, load_policy, policy_folder, up_to
 from rollout import collect, guarded
 from runs import checkpoints, episode_record, fail, finite_or_none, read_yaml, with_files
@@ -281,8 +281,6 @@ def settings(arguments: EvalArgs, run: Path | None):
         what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
         fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")
     options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
-    if arguments.source == "tiny":
-        options = {"prompt": "tiny"} | options  # as train.py does
     names = {each.name for each in fields(Args)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     return Args(**{key: value for key, value in config.items() if key in names} | given
@@ -352,6 +350,7 @@ def main(arguments: EvalArgs) -> dict:
     if max(ks, default=1) > n:
         fail(f"--k {max(ks)} needs as many samples of a problem, and --samples is {n}: raise --samples or lower --k")
     try:
+        args.env_options = options_for(arguments.source, load_env(args.env)) | args.env_options  # as train.py does
         make_env = make_env_factory(args.env, args.env_options)
         problem_ids = list(map(int, up_to(make_env(), "heldout", count) if args.eval_problems is None else
                                make_env().problems("heldout", count)))

@@ -18,6 +18,7 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from buffer import Episode
+from envs import shows_images
 from models import banned_tokens, pixel_inputs
 
 PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
@@ -353,13 +354,12 @@ def text_of(message) -> str:
 
 def picture(env) -> np.ndarray | None:
     """What the policy sees beside the message, checked; with the view "blank" nothing, in a picture of the same size."""
-    view = getattr(env, "view", "text")
-    image = env.image() if view != "text" else None
+    image = env.image() if shows_images(env) else None
     if image is not None and not (isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and
                                   image.shape[2] == 3 and image.size):
         raise TypeError(f"image() must be an (H, W, 3) uint8 array, not {getattr(image, 'dtype', type(image))} "
                         f"{getattr(image, 'shape', '')}")
-    return np.zeros_like(image) if view == "blank" and image is not None else image
+    return np.zeros_like(image) if getattr(env, "view", "") == "blank" and image is not None else image
 
 
 def begin(env, problem_id, seed) -> tuple[str, np.ndarray | None]:
@@ -416,7 +416,7 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
     playing = [i for i, info in enumerate(infos) if not info["env_error"] and not info["context_full"]]
-    looks = getattr(envs[0], "view", "text") != "text"
+    looks = shows_images(envs[0])
     for turn in range(max_turns):
         if not playing:
             break

@@ -17,7 +17,6 @@ import contextlib
 import copy
 import difflib
 import importlib.util
-import inspect
 import math
 import re
 import sys
@@ -37,7 +36,7 @@ from peft import LoraConfig, get_peft_model
 import losses
 import ranks
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
-from envs import MissingData, load_env, make_env_factory
+from envs import MissingData, load_env, make_env_factory, options_for, shows_images
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
 from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, up_to
@@ -405,21 +404,13 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
                 fail(f"{flag(name)} must be {words}" + ("" if name in MAY_BE_INFINITE else " and finite"))
 
     try:
-        task = load_env(args.env)
-        options = inspect.signature(task.__init__).parameters
-        if args.model in ("tiny", "tiny-vlm") and "prompt" in options:
-            args.env_options = {"prompt": "tiny"} | args.env_options  # its vocabulary has no words for more
-        if args.model == "tiny-vlm":
-            small = {"view": "image", "cell_pixels": "16"}  # a cell is a patch
-            args.env_options = {name: value for name, value in small.items() if name in options} | args.env_options
-        make_env_factory(args.env, args.env_options)()
+        args.env_options = options_for(args.model, load_env(args.env)) | args.env_options
+        looks = shows_images(make_env_factory(args.env, args.env_options)())
     except (MissingData, ValueError) as error:
         if args.model in ("tiny", "tiny-vlm") and "prompt='tiny'" in str(error):
             fail(f"--env {args.env} has no text for the tiny policy; take another, such as --model smollm2")
         fail(str(error))
-    default = options["view"].default if "view" in options else getattr(task, "view", "text")
-    looks = args.env_options.get("view", default) != "text"
-    if args.model in ("tiny", "tiny-vlm") and (looks != (args.model == "tiny-vlm") or looks and "prompt" not in options):
+    if args.model in ("tiny", "tiny-vlm") and (looks != (args.model == "tiny-vlm") or looks and "prompt" not in args.env_options):
         fail(f"--model {args.model} with --env {args.env} {args.env_options}: tiny-vlm is for tasks that show images "
              "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
     if looks and (args.engine.startswith("http://") or args.lora_sync == "adapter"):
@@ -562,6 +553,8 @@ def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> li
 
 def make_engine(args: Args, policy, chat: Chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
+    if chat.image_processor is None and shows_images(make_env_factory(args.env, args.env_options)()):
+        fail(f"{folder} takes no images, which --env {args.env} shows: use --model tiny-vlm or another that does")
     kind, why = args.engine, "as --engine asks"
     if kind == "auto" and torch.cuda.is_available():
         kind, why = "vllm", "there is a GPU"
@@ -617,8 +610,6 @@ def main(args: Args) -> dict:
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
     chat = Chat(processor)
-    if getattr(make_env(), "view", "text") != "text" and chat.image_processor is None:
-        fail(f"--model {args.model} takes no images, which --env {args.env} shows: use tiny-vlm or another model that does")
     try:
         rewritten = chat.rewritten_history() if args.max_turns > 1 else None
         chat.stop_ids()

@@ -20,7 +20,7 @@ from models import (Chat, banned_tokens, collate, demonstrations, load_policy, p
 from rollout import HFEngine, collect
 from sokoban import Sokoban
 from test_buffer import make
-from train import Args, make_learner, parse_args
+from train import Args, make_engine, make_learner, parse_args
 from update import add_advantages, gradients, score
 
 lake = functools.partial(FrozenLake, prompt="tiny", view="image", cell_pixels=16)
@@ -75,6 +75,7 @@ def test_the_tiny_vlm_is_tiny_and_survives_saving(folder):
 
 
 def test_replayed_log_probs_equal_those_of_collection(policy):
+    """The released FreshPER code stores no pixels: its replay of images is text alone, or fails on their positions."""
     episodes, _ = play(policy, range(12), range(12))
     assert len({len(episode.tokens) for episode in episodes}) > 3 and max(len(episode.images) for episode in episodes) > 2
     for episode in episodes:
@@ -128,6 +129,7 @@ def test_micro_batches_take_their_own_images(folder, policy):
 
 
 def test_placeholders_are_never_trained_and_never_sampled(folder):
+    """StarsfieldAI/R1-V#91, verl PR #3155: with a sampled image token there are more tokens of images than features."""
     model, processor = load_policy(folder)
     placeholder = model.config.image_token_id
     assert banned_tokens(model.config) == [placeholder]
@@ -178,6 +180,34 @@ def test_the_cache_across_image_turns_equals_one_sequence_at_a_time(policy):
             talks[id] = talks[id] + tokens + chat.follow("G" * (id % 2), tokens[-1], images[id][-1])
 
 
+def test_a_sync_forgets_what_the_old_eyes_saw(folder, policy):
+    """As trl#7198 for the engine here: features of pictures seen before an update of the vision part alone."""
+    fresh = load_policy(folder)[0], policy[1]
+    engine = engine_of(fresh)
+    play(fresh, range(4), range(4), engine)
+    with torch.no_grad():
+        fresh[0].model.vision_model.embeddings.patch_embedding.weight.mul_(1.5)
+
+    def worst():
+        return max(np.abs(replayed(fresh, episode) - episode.behavior_logprobs).max() for episode in
+                   play(fresh, range(4), range(4), engine)[0])
+
+    assert worst() > 1e-3  # stale
+    engine.sync()
+    assert worst() < 1e-4
+
+
+def test_a_model_without_eyes_is_refused(tiny_folder, capsys):
+    with pytest.raises(SystemExit):
+        make_engine(parse_args(["--env-options", "view", "image", "--model", str(tiny_folder)]), *load_tiny(tiny_folder), tiny_folder)
+    assert "takes no images, which --env frozenlake shows" in capsys.readouterr().err
+
+
+def load_tiny(folder):
+    model, tokenizer = load_policy(folder)
+    return model, Chat(tokenizer)
+
+
 def test_a_blank_view_shows_nothing_and_plays_the_same_game(policy):
     blank, _ = play(policy, range(4), range(4), make_env=functools.partial(lake, view="blank"))
     assert all(not image.any() and image.shape == (64, 64, 3) for episode in blank for image in episode.images)
@@ -200,6 +230,7 @@ def test_images_and_placeholders_must_agree(policy):
 
 
 def test_an_episode_that_is_cut_keeps_whole_images(policy):
+    """microsoft/agent-lightning#441, open-r1-multimodal#28: placeholders were cut off, and their image stayed."""
     placeholder = policy[0].config.image_token_id
     for context_length in range(20, 90, 10):
         episodes, _ = play(policy, range(6), range(6), context_length=context_length, max_turns=20)
@@ -282,7 +313,8 @@ def test_the_warm_start_imitates_with_pictures(policy):
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm")
 def test_vllm_sees_the_same_images(folder):
-    """Episodes of several images: vLLM's log-probs are the trainer's, before and after an update of every weight, eyes too."""
+    """Episodes of several images: vLLM's log-probs are the trainer's, before and after updates of the eyes and of every weight.
+    huggingface/trl#7198, verl#6523, vllm#44910: what the old weights saw stays in vLLM's encoder cache."""
     from vllm_engine import VLLMEngine
     model, processor = load_policy(folder)
     policy = model, Chat(processor)
