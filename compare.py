@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend wi
 
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
-                 "shared_folder"}  # places and logging: no part of the method
+                 "shared_folder", "restart_samplers"}  # places and logging: no part of the method
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
           "seconds": ("time/iteration_s", "seconds"), "compute": ("cost/flops", "floating-point operations")}

@@ -1,6 +1,7 @@
 """Buffer size and reuse that the theory of experience replay advises, as ratios.
 
     python eval.py plan --mu 5 --alpha 0.1 --rho 0.1
+    python eval.py plan --from runs/NAME                     # mu and alpha as that run measured them
 
 After Arnal et al. 2026 (arXiv 2604.08706): a first-in-first-out buffer of N rollouts; each step adds R and draws B. N/R
 is how many steps a rollout stays in the buffer, B/R how often it is used on average.
@@ -8,22 +9,33 @@ is how many steps a rollout stays in the buffer, B/R how often it is used on ave
 import math
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+import numpy as np
 import tyro
+import yaml
 
+from compare import whole_lines
 from runs import fail
+
+ASSUMED_RHO = 0.1
+LEAST_ALPHA = 0.01
+FEWEST_DRAWS = 200  # and ages, 3: below, no slope is fitted
 
 
 @dataclass
 class PlanArgs:
     """Optimal N/R and B/R of a replay buffer."""
-    mu: float
+    mu: float | None = None
     """Cost of generating a batch over the cost of training on it; above 0. The paper measures 5 to 7 (and once words it
     the other way round)."""
-    alpha: float
+    alpha: float | None = None
     """The standard deviation of the gradient noise of a rollout of age s grows as s^alpha; above 0."""
-    rho: float
+    rho: float | None = None
     """How strongly the gradient noise of different rollouts is correlated, 0 to 1 (assumption 4.3)."""
+    source: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    """Run folder from which those that are not given are estimated."""
 
 
 def objective(x: float, y: float, mu: float, alpha: float, rho: float) -> float:
@@ -87,15 +99,106 @@ def notes(alpha: float, x: float, y: float) -> list[str]:
     return lines
 
 
+# ------------------------------------------------------------------------------------------------- from a run's records
+
+
+def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
+    """mu from the seconds of both sides after the first quarter of a run (its start is slower), and what to know of it."""
+    key = "time/total_sampler_busy_s"
+    lines = [line for line in lines if line.get(key) is not None]
+    if len(lines) < 4:
+        fail(f"mu: the run's metrics.jsonl has {len(lines)} iterations with {key}, at least 4 are needed: give --mu")
+    first, last = lines[len(lines) // 4 - 1], lines[-1]
+    names = (key, "time/total_trainer_busy_s", "cost/episodes_generated", "cost/episodes_trained")
+    sampling, training, generated, trained = (last[name] - first[name] for name in names)
+    if not min(sampling, training, generated, trained) > 0:
+        fail("mu: the run generated or trained on nothing after its first quarter: give --mu")
+    mu = (sampling / generated) / (training / trained)
+    told = [f"mu {mu:.2f}: {sampling / generated:.3g} s to sample an episode over {training / trained:.3g} s to train on one, "
+            f"from iteration {first['iteration'] + 1} on; other batch sizes or devices have another"]
+    if last.get("time/mu_counts") is not None:
+        idle = {side: last[f"time/{side}_idle_share"] for side in ("sampler", "trainer")}
+        told.append(f"   the paper's estimator (K_train/T)/(K_inf/W) gives {last['time/mu_counts']:.2f}; samplers waited "
+                    f"{idle['sampler']:.0%} of their time and the trainer {idle['trainer']:.0%}" +
+                    (", so that it is not valid here" if max(idle.values()) > 0.1 else ""))
+    else:
+        told.append("   sampled and trained in turns on the same processors: beside each other they may slow each other down")
+    return mu, told
+
+
+def fitted_alpha(ages_N: np.ndarray, ratios_N: np.ndarray) -> tuple[float, float]:
+    """(alpha, standard error): half the slope of log E[ratio^2 | age] over log age, ages from 1 on, least squares weighted by
+    the number of draws; the error is the spread over 200 resamplings of the draws."""
+    def slope(ages_N, ratios_N):
+        age_K, place_N = np.unique(ages_N, return_inverse=True)
+        count_K = np.bincount(place_N)
+        moment_K = np.bincount(place_N, ratios_N**2) / count_K
+        return np.polyfit(np.log(age_K), np.log(moment_K), 1, w=np.sqrt(count_K))[0] / 2 if len(age_K) > 1 else math.nan
+
+    rng = np.random.default_rng(0)
+    drawn = [rng.integers(len(ages_N), size=len(ages_N)) for _ in range(200)]
+    return slope(ages_N, ratios_N), float(np.nanstd([slope(ages_N[rows], ratios_N[rows]) for rows in drawn]))
+
+
+def measured_alpha(records: list[dict]) -> tuple[float, list[str]]:
+    """alpha from the ages and ratios of the replayed episodes, and what to know of it."""
+    rows = [(age, ratio) for record in records for age, ratio in zip(record["drawn"]["age"], record["drawn"]["ratio"])
+            if age >= 1 and ratio is not None]
+    ages_N, ratios_N = np.array(rows, float).reshape(-1, 2).T
+    if len(rows) < FEWEST_DRAWS or len(set(ages_N)) < 3:
+        fail(f"alpha: replay.jsonl holds {len(rows)} replayed episodes with a signal, of {len(set(ages_N))} ages from 1 on; "
+             f"{FEWEST_DRAWS} of 3 ages are needed: give --alpha")
+    alpha, error = fitted_alpha(ages_N, ratios_N)
+    told = [f"alpha {alpha:.3f} (standard error {error:.3f}): how the mean square of an episode's ratio current/behaviour grows "
+            f"with its age, over {len(rows)} replayed episodes aged 1 to {ages_N.max():.0f}. The ratio stands for the noise of "
+            "the gradient, which a run does not record: clipping and the base priority's choice of episodes are left out"]
+    if alpha < LEAST_ALPHA:
+        told.append(f"   no growth of the noise can be seen at these ages: {LEAST_ALPHA} is taken, and N/R below is no more than "
+                    "'larger than what was tried'")
+    return max(alpha, LEAST_ALPHA), told
+
+
+def estimate(args: PlanArgs) -> list[str]:
+    """Fills what is None in `args` from the run; returns lines on where each number comes from."""
+    run, told = Path(args.source), []
+    if not (run / "metrics.jsonl").is_file():
+        fail(f"--from {run} is no run (a folder with metrics.jsonl)")
+    if args.mu is None:
+        args.mu, more = measured_mu(whole_lines(run / "metrics.jsonl"))
+        told += more
+    if args.alpha is None:
+        if not (run / "replay.jsonl").is_file():
+            fail(f"alpha: {run} has no replay.jsonl, since it did not replay: give --alpha")
+        args.alpha, more = measured_alpha(whole_lines(run / "replay.jsonl"))
+        told += more
+    if args.rho is None:
+        args.rho = ASSUMED_RHO
+        plans = [(rho, *best_feasible(args.mu, args.alpha, rho)) for rho in (0.0, 0.1, 1.0)]
+        told.append(f"rho {ASSUMED_RHO}: assumed. It cannot be estimated from a run's records, which hold no gradients of single "
+                    "episodes; " + ", ".join(f"rho {rho:g} would give N/R {x:.2f} and B/R {y:.2f}" for rho, x, y in plans))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    if config["unit"] == "episode" and config["replay"] != "none":
+        fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
+        told.append(f"the run itself: capacity {config['capacity']} and {fresh} episodes a batch; replay ratio "
+                    f"{last['cost/replay_ratio']:.2f}, gamma {last['time/gamma']:.2f}")
+    return told
+
+
 def main(argv: list[str]):
     args = tyro.cli(PlanArgs, args=argv, prog="eval.py plan", description=__doc__)
+    missing = [f"--{name}" for name in ("mu", "alpha", "rho") if getattr(args, name) is None]
+    if missing and args.source is None:
+        fail(f"{', '.join(missing)} must be given, or --from RUN, from which mu and alpha are estimated")
+    told = estimate(args) if args.source is not None else []
     for name, value, low, high, why in (
             ("mu", args.mu, 1e-6, 1e6, ""), ("rho", args.rho, 0, 1, ""),
             ("alpha", args.alpha, 1e-6, 1e6, "; near 0, where rollouts do not age, the best buffer is unbounded")):
         if not low <= value <= high:
             fail(f"--{name} {value:g} must be from {low:g} to {high:g}{why}")
     x, y = best_feasible(args.mu, args.alpha, args.rho)
-    print(f"mu {args.mu:g}, alpha {args.alpha:g}, rho {args.rho:g}")
+    for line in told:
+        print(line)
+    print(f"mu {args.mu:.4g}, alpha {args.alpha:.4g}, rho {args.rho:g}")
     print(f"  N/R {x:.2f}   a rollout stays in the buffer for so many steps")
     print(f"  B/R {y:.2f}   it is used so many times on average")
     free_x, free_y = unconstrained(args.mu, args.alpha, args.rho)

@@ -318,12 +318,13 @@ class HFEngine:
 
 
 def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int], seeds: list[int], *,
-            max_turns: int, max_new_tokens: int, temperature: float, format_penalty: float, policy_step: int,
+            max_turns: int, max_new_tokens: int, temperature: float, format_penalty: float, policy_step,
             iteration: int, context_length: int, parallel: int = 512) -> tuple[list[Episode], list[list[dict]]]:
     """Play one episode for each entry of `problem_ids`, `parallel` of them side by side; returns them and their transcripts.
 
     `seeds` decide everything random of an episode (the environment's noise and the sampled tokens). Advantages are
-    zeros: `update.add_advantages` fills them where the whole group is in sight. An episode whose environment raised ends
+    zeros: `update.add_advantages` fills them where the whole group is in sight. `policy_step` may be a function that is asked
+    at each turn, where an engine takes new weights in between. An episode whose environment raised ends
     there with the traceback in `info["env_error"]`; one that the context cannot hold any longer ends after a turn.
     """
     episodes, transcripts = [], []
@@ -389,6 +390,7 @@ def shown(text: str, images: list) -> dict:
 def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
          policy_step, iteration, context_length):
     """`collect` of one batch of episodes."""
+    step_now = policy_step if callable(policy_step) else lambda: policy_step
     envs = [make_env() for _ in problem_ids]
     pool = ThreadPoolExecutor(ENV_THREADS) if getattr(envs[0], "slow", False) else None
     each = pool.map if pool else map  # both keep the order, so that threads do not change a run
@@ -415,6 +417,7 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
             tokens[i], pictures[i] = chat.start(firsts[i])[:context_length], []
     masks = [[False] * len(row) for row in tokens]
     logprobs = [[0.0] * len(row) for row in tokens]
+    first_steps, last_steps = [step_now()] * len(envs), [step_now()] * len(envs)
     playing = [i for i, info in enumerate(infos) if not info["env_error"] and not info["context_full"]]
     looks = shows_images(envs[0])
     for turn in range(max_turns):
@@ -423,6 +426,9 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
         seen = {"images": [pictures[i] for i in playing]} if looks else {}
         completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
                                       max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())), **seen)
+        for i in playing:
+            last_steps[i] = step_now()
+            first_steps[i] = first_steps[i] if turn else last_steps[i]
         answers = [chat.text(completion.tokens) for completion in completions]
         results = each(lambda i, answer: guarded(step, envs[i], answer), playing, answers)
         still_playing = []
@@ -471,7 +477,7 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
                 behavior_logprobs=np.array(logprobs[i], np.float32), advantages=np.zeros(len(tokens[i]), np.float32),
                 turn_ends=np.array(turn_ends[i], np.int32), turn_rewards=np.array(turn_rewards[i], np.float32),
                 reward=float(sum(turn_rewards[i])), score=float(sum(scores[i])), problem_id=int(problem_ids[i]),
-                group_id=int(group_ids[i]), policy_step=policy_step, last_policy_step=policy_step,
+                group_id=int(group_ids[i]), policy_step=first_steps[i], last_policy_step=last_steps[i],
                 iteration=iteration, images=pictures[i] if looks else None, info=infos[i])
         for i in range(len(envs))]
     return episodes, transcripts

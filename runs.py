@@ -7,7 +7,9 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -139,6 +141,30 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     return state
 
 
+class Interrupt:
+    """While it is entered, Ctrl-C or SIGTERM asks the run to end after its iteration, with a checkpoint: `signal` is its number
+    (0: none came) and `also` is called. A second one ends the run at once."""
+
+    def __init__(self, also):
+        self.signal, self.also, self.before = 0, also, {}
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self.came) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def came(self, number, _):
+        self.signal = number
+        self.__exit__()
+        print(f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; once more ends it at once",
+              file=sys.stderr)
+        self.also()
+
+
 # ---------------------------------------------------------------------------------------------------------- logging
 
 
@@ -151,9 +177,11 @@ class Clock:
     def lap(self, name: str):
         self.laps[f"{name}_s"], self.at = time.time() - self.at, time.time()
 
-    def metrics(self, tokens: int) -> dict:
-        """Seconds by part, tokens that were sampled or observed a second of sampling, the process's peak memory."""
-        return self.laps | {"iteration_s": sum(self.laps.values()), "tokens_per_s": tokens / self.laps["sample_s"],
+    def metrics(self, tokens: int, sampling: float | None = None) -> dict:
+        """Seconds by part, tokens that were sampled or observed a second of sampling (`sampling` seconds, None: the part
+        "sample"), the process's peak memory."""
+        sampling = self.laps["sample_s"] if sampling is None else sampling
+        return self.laps | {"iteration_s": sum(self.laps.values()), "tokens_per_s": tokens / sampling if sampling else None,
                             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 

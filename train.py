@@ -22,7 +22,7 @@ import re
 import sys
 import time
 import zlib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Union
 
@@ -40,9 +40,10 @@ from envs import MissingData, load_env, make_env_factory, options_for, shows_ima
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
 from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, up_to
-from rollout import HFEngine, collect
-from runs import (Clock, NoLog, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml, replay_record,
-                  save_checkpoint)
+from rollout import HFEngine
+from runs import (Clock, Interrupt, NoLog, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml,
+                  replay_record, save_checkpoint)
+from samplers import Direct, Job, Samplers
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
 
@@ -141,6 +142,23 @@ class Args:
     """http engine: a folder that trainer and server see under one path; weights go through it. None: a temporary one."""
     context_length: int | None = None
     """Tokens that an episode may have. None: what the model allows."""
+    sync_every: int = 1
+    """Optimiser steps after which the sampler gets the policy's weights (without --async-rollouts: looked at between iterations).
+    Above 1 it samples from older weights; a resumed run starts with new ones."""
+    max_staleness: int | None = None
+    """Episodes that are older, in optimiser steps, when they reach the trainer are not trained on."""
+    async_rollouts: int = 0
+    """Processes that sample beside the training; 0: the trainer samples. With --replay none each episode is trained on once, a
+    queue; with --fresh-update False the trainer draws from the buffer and waits for nothing once it is filled. On GPUs each
+    sampler takes one, from the second visible one on; an --engine http://... needs an address for each, with commas between."""
+    async_queue: int = 2
+    """Batches (of --problems-per-iteration) that may be ahead of the trainer, beside those being played; then samplers wait."""
+    async_lockstep: bool = False
+    """One sampler that plays only while the trainer waits: the results of the loop without --async-rollouts."""
+    sampler_dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of the weights in --async-rollouts processes. None: --dtype."""
+    restart_samplers: int = 0
+    """Deaths of samplers that are survived by starting a new one; the next one ends the run."""
     parallel_episodes: int = 512
     """Episodes played side by side at most; bounds the memory of keys and values."""
     problems_per_iteration: int = 8
@@ -364,18 +382,19 @@ NAME = re.compile(r"\w[\w.+=@,-]{0,119}", re.ASCII)  # of a run: never a path
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 ABOVE_ZERO = ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens",
-              "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "eval_problems", "micro_batch_tokens",
+              "fresh_epochs", "minibatches", "replay_batch_size", "capacity", "sync_every", "eval_problems", "micro_batch_tokens",
               "micro_batch_size", "keep_checkpoints", "probe_episodes", "lr", "critic_lr", "temperature",
               "max_grad_norm", "warm_start_updates", "parallel_episodes", "engine_memory", "tau",
               "beta_steps", "advantage_clip", "context_length", "value_clip", "dual_clip", "eps_low", "eps_high")
 NOT_NEGATIVE = ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
-                "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size")
+                "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "warm_start_seed", "max_age", "min_size",
+                "max_staleness", "async_rollouts", "async_queue", "restart_samplers")
 MAY_BE_INFINITE = ("tau", "max_grad_norm")
 SHARES = ("engine_memory", "warm_start_skill", "lr_end_fraction", "gamma", "lam", "max_env_error_frac")
 MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "lr_steps", "warmup_steps",
                         "max_grad_norm", "critic_lr", "eval_every", "checkpoint_every", "keep_checkpoints", "wandb",
                         "wandb_project", "track", "quiet", "transcripts", "micro_batch_tokens", "micro_batch_size",
-                        "max_env_error_frac", "cache_dir", "parallel_episodes", "engine_memory"}
+                        "max_env_error_frac", "cache_dir", "parallel_episodes", "engine_memory", "restart_samplers"}
 
 
 def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
@@ -415,6 +434,14 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
              "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
     if looks and (args.engine.startswith("http://") or args.lora_sync == "adapter"):
         fail(f"--engine {args.engine} --lora-sync {args.lora_sync} takes no images: use --engine hf or vllm, --lora-sync merge")
+    if args.async_lockstep and args.async_rollouts != 1:
+        fail(f"--async-lockstep is for one sampler: add --async-rollouts 1 (it is {args.async_rollouts})")
+    for name in ("restart_samplers", "sampler_dtype", "async_queue"):
+        if not args.async_rollouts and name in given:
+            fail(f"{flag(name)} is for --async-rollouts, which is 0")
+    if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
+            args.async_rollouts > 1 and args.engine.startswith("http://") and "," not in args.engine:
+        fail(f"{flag('engine')} with {flag('async_rollouts')}: give one server's address for each sampler, with commas between")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
     if args.model not in ("tiny", "tiny-vlm") and not args.resume:  # two defaults that are for the tiny policy
@@ -599,6 +626,8 @@ def main(args: Args) -> dict:
         f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)")
     if ranks.first() and run.exists() and not args.resume:
         fail(taken)
+    if args.async_rollouts and ranks.world() > 1:
+        fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
 
     make_env = make_env_factory(args.env, args.env_options)
     try:
@@ -632,7 +661,7 @@ def main(args: Args) -> dict:
         memories["recent"] = ReplayBuffer(ranks.share_size(16 * args.probe_episodes), sampler="uniform",
                                           seed=ranks.seed(args.seed + 1))
     state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0,
-             "replay_updates": 0, "minutes": 0.0, "ledger": {}}
+             "replay_updates": 0, "minutes": 0.0, "ledger": {}, "jobs": 0}
     if args.resume:
         checkpoint = checkpoints(run)[-1]
         state |= load_checkpoint(checkpoint, learner, memories)
@@ -641,12 +670,29 @@ def main(args: Args) -> dict:
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}; learning rate and beta now follow a plan "
               f"of {args.iterations} iterations")
 
-    ledger = Ledger(state["ledger"], parameters, lora=args.lora_rank > 0, critic=learner.critic is not None)
+    ledger = Ledger(state["ledger"], parameters, lora=args.lora_rank > 0, critic=learner.critic is not None,
+                    samplers=args.async_rollouts)
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
+    n, mine = args.problems_per_iteration, ranks.share(args.problems_per_iteration)
+
+    def job(number):
+        """What is played as iteration `number`, by samplers beside the training: as batch `number`."""
+        asked, groups = memories["problems"].select(n, number), np.arange(n) + number * n
+        seeds_NG = rng_of(args, "sampling", number).integers(2**31, size=(n, args.group_size))  # whatever the number of ranks
+        return Job(number, asked, groups, train_problems[asked[mine]].repeat(args.group_size),
+                   groups[mine].repeat(args.group_size), seeds_NG[mine].ravel())
+
+    sampling = play | {"temperature": args.temperature}
     try:
-        engine = make_engine(args, learner.policy, chat, folder)
+        if not args.async_rollouts:
+            sampled = learner.policy if args.sync_every == 1 else \
+                load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)[0].to(learner.device)
+            source = Direct(args, learner.policy, sampled, chat, make_env,
+                            lambda sampled: make_engine(args, sampled, chat, folder), sampling, job, state["step"])
+        own = args.async_rollouts or args.sync_every > 1  # evaluation needs the policy as it is, not the sampler's
+        engine = make_engine(replace(args, engine="hf", quiet=True), learner.policy, chat, folder) if own else source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
@@ -655,14 +701,18 @@ def main(args: Args) -> dict:
             run.mkdir(parents=True)  # not earlier: a start that fails leaves nothing behind
         except FileExistsError:
             fail(taken)
-    source = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
-    log = RunLog(run, args, state["iteration"], source()) if ranks.first() else NoLog()
+    told = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
+    log = RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog()
+    if args.async_rollouts:
+        source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
+                          max(state["jobs"], state["iteration"]) + 1, state["step"])
 
     def step_on(episodes, first_use, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
         metrics = update(learner, episodes, **how)
         ledger.trained(episodes, metrics, first_use)
         state["step"] += metrics["steps"]
+        source.sync(state["step"], within=True)
         state["bad_updates"] = state["bad_updates"] + 1 if metrics["nonfinite"] else 0
         if metrics["nonfinite"]:
             log.bad_update(iteration, metrics, ranks.joined(episodes))
@@ -671,35 +721,43 @@ def main(args: Args) -> dict:
                  "their episodes; a smaller --lr or --max-grad-norm often helps")
         return metrics
 
-    with contextlib.closing(engine), log:
+    def save():
+        nonlocal started
+        state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
+        save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints)
+
+    with contextlib.closing(engine), contextlib.closing(source), log, Interrupt(source.interrupt) as interrupt:
         if state["start"] is None:
             state["start"] = state["best"] = judge()["success"]
+        source.begin()
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
-            clock, n, mine = Clock(), args.problems_per_iteration, ranks.share(args.problems_per_iteration)
+            clock = Clock()
             now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
 
             # ---- sample
-            asked = memories["problems"].select(n, iteration)
-            groups = np.arange(n) + iteration * n
-            episodes, transcripts = collect(  # the seeds do not depend on the number of ranks
-                engine, chat, make_env, train_problems[asked[mine]].repeat(args.group_size), groups[mine].repeat(args.group_size),
-                rng_of(args, "sampling", iteration).integers(2**31, size=(n, args.group_size))[mine].ravel(),
-                temperature=args.temperature, policy_step=state["step"], iteration=iteration, **play)
-            engine.release()
-            ledger.generated(episodes)
-            add_advantages(learner, episodes)
-            played = ranks.joined([outline(args, episode) for episode in episodes])  # of all ranks
+            waits = args.fresh_update or not buffer.ready(args.replay_batch_size, now())
+            batch = source.next(iteration, waits)
             clock.lap("sample")
+            if batch is None:  # interrupted, or a sampler died
+                save()
+                break
+            asked, groups, episodes, transcripts = batch.asked, batch.groups, batch.episodes, batch.transcripts
+            arrived, oldest = state["step"], -math.inf if args.max_staleness is None else state["step"] - args.max_staleness
+            birthdays = lambda kept: [e.policy_step if args.age_unit == "step" else iteration for e in kept]  # noqa: E731
+            ledger.generated(episodes)
+            if episodes:
+                add_advantages(learner, episodes)
+            played = ranks.joined([outline(args, episode, oldest) for episode in episodes])  # of all ranks
 
             # ---- store
             broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
             if len(broken) > args.max_env_error_frac * len(played):
                 fail(f"{len(broken) / len(played):.0%} of the environments raised, more than --max-env-error-frac "
                      f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
-            if all(row["info"]["context_full"] and not row["answered"] for row in played):
+            if played and all(row["info"]["context_full"] and not row["answered"] for row in played):
                 fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
                      f"model's context of {play['context_length']} tokens")
-            sound = [episode for episode in episodes if is_sound(args, episode)]  # the others teach nothing
+            sound = [episode for episode in episodes if is_sound(args, episode, oldest)]  # the others teach nothing
             stored = [episode for episode in sound if store_all or has_signal(episode)]
             for place, group in zip(asked, groups):
                 successes = [float(row["info"]["success"]) for row in played if row["sound"] and row["group_id"] == group]
@@ -707,9 +765,9 @@ def main(args: Args) -> dict:
                     memories["problems"].update(place, successes, iteration)
             base = td_errors(learner, stored) if args.priority == "td_error" and buffer is not None else None
             if buffer is not None and stored:
-                buffer.add(stored, now(), birthdays=[now()] * len(stored), base=base)
+                buffer.add(stored, now(), birthdays=birthdays(stored), base=base)
             if drift is not None:
-                memories["recent"].add(sound, now(), birthdays=[now()] * len(sound))
+                memories["recent"].add(sound, now(), birthdays=birthdays(sound))
 
             # ---- update on fresh episodes
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
@@ -733,7 +791,7 @@ def main(args: Args) -> dict:
                 samples.append(sample)
                 if args.priority == "td_error":  # the one base priority that changes with the learner
                     buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
-            engine.sync()
+            source.sync(state["step"])
             state["replay_updates"] += len(replayed)
             if args.replay_updates and iteration == 3 and not state["replay_updates"]:
                 print(f"note: no replay yet: {max(map(str, ranks.gathered(buffer.refusal(drawn, now()) or '')))}")
@@ -760,16 +818,18 @@ def main(args: Args) -> dict:
             judged = judge() if due else {}
             state |= {"iteration": iteration, "episodes": state["episodes"] + len(played),
                       "tokens": state["tokens"] + sum(row["tokens"] for row in played),
+                      "jobs": max([state["jobs"], *(row["iteration"] for row in played)]),
                       "best": max(state["best"], judged.get("success", 0.0))}
             clock.lap("eval")
             ledger.scored(learner.scored)
-            ledger.spent(clock.laps)
+            beside_s = source.seconds()
+            ledger.spent(clock.laps, **beside_s)
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = {"bytes": 0} if buffer is None else \
                 over_ranks(buffer.stats(now()), args.capacity) | drift_metrics(args, buffer, fit)
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
-                **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer) | merged(fresh, names)),
+                **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer, arrived, oldest) | merged(fresh, names)),
                 "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
                 **{f"fresh/sampler_trainer_difference_{key}": fresh[0].get(f"log_prob_difference_{key}") if fresh else None
                    for key in ("mean", "p99", "max")},
@@ -778,8 +838,8 @@ def main(args: Args) -> dict:
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
-                **ledger.metrics(),
-                **under("time", clock.metrics(sum(row["tokens"] for row in played)))}
+                **ledger.metrics(), **source.metrics(),
+                **under("time", clock.metrics(sum(row["tokens"] for row in played), beside_s.get("busy")))}
             shown = ranks.joined([
                 episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
                 in enumerate(zip(episodes, transcripts), ranks.share(n).start * args.group_size)
@@ -790,9 +850,15 @@ def main(args: Args) -> dict:
                     replayed[-1]["log_ratios"])]
                 log.append("replay.jsonl", replay_record(args, iteration, state["step"], buffer, held, samples, replayed))
             log.iteration(metrics, shown)
-            if last or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
-                state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
-                save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints)
+            stopped = ranks.somewhere(interrupt.signal)
+            if last or stopped or (args.checkpoint_every and iteration % args.checkpoint_every == 0):
+                save()
+            if stopped:
+                break
+        if state["iteration"] < args.iterations:
+            print(f"{source.error or 'stopped'}\nended after iteration {state['iteration']} of {args.iterations}, with a "
+                  f"checkpoint; go on: python train.py --resume {run}", file=sys.stderr)
+            sys.exit(1 if source.error else 128 + interrupt.signal)
         if ranks.first():
             plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None and ranks.first():
@@ -812,22 +878,32 @@ def under(name: str, metrics: dict) -> dict:
     return {f"{name}/{key}": value for key, value in metrics.items()}
 
 
-def is_sound(args: Args, episode) -> bool:
-    """Whether an episode can teach something."""
-    return not episode.info["env_error"] and bool(episode.action_mask.any()) and \
+def is_sound(args: Args, episode, oldest: float) -> bool:
+    """Whether an episode can teach something and was not sampled before the step `oldest`."""
+    return episode.policy_step >= oldest and not episode.info["env_error"] and bool(episode.action_mask.any()) and \
         not (args.overlong == "mask" and episode.info["overlong"])
 
 
-def outline(args: Args, episode) -> dict:
+def outline(args: Args, episode, oldest: float) -> dict:
     """What all ranks need to know of an episode."""
     return {"group_id": episode.group_id, "reward": episode.reward, "tokens": len(episode.tokens), "info": episode.info,
-            "answered": bool(episode.action_mask.any()), "signal": has_signal(episode), "sound": is_sound(args, episode)}
+            "answered": bool(episode.action_mask.any()), "signal": has_signal(episode), "sound": is_sound(args, episode, oldest),
+            **{name: getattr(episode, name) for name in ("iteration", "policy_step", "last_policy_step")}}
 
 
-def fresh_metrics(played: list[dict], stored: int, buffer) -> dict:
+def fresh_metrics(played: list[dict], stored: int, buffer, step: int, oldest: float) -> dict:
+    """`step` is that of their arrival; those sampled before the step `oldest` were dropped."""
+    if not played:
+        return {"episodes": 0, "dropped_stale": 0} | dict.fromkeys((
+            "reward", "success", "turns", "truncated", "context_full", "overlong", "env_errors", "parse_failures", "length_stops",
+            "tokens_per_episode", "signal_share", "stored_share", "staleness_mean", "staleness_max", "version_span_mean"))
     info = {key: [row["info"][key] for row in played] for key in PLAYED}
     turns = max(1, sum(info["turns"]))
-    return {"reward": np.mean([row["reward"] for row in played]), "success": np.mean(info["success"]),
+    staleness = [step - row["policy_step"] for row in played]
+    return {"episodes": len(played), "staleness_mean": np.mean(staleness), "staleness_max": max(staleness),
+            "version_span_mean": np.mean([row["last_policy_step"] - row["policy_step"] for row in played]),
+            "dropped_stale": sum(row["policy_step"] < oldest for row in played),
+            "reward": np.mean([row["reward"] for row in played]), "success": np.mean(info["success"]),
             "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
             "context_full": np.mean(info["context_full"]), "overlong": np.mean(info["overlong"]),
             "env_errors": np.mean([bool(error) for error in info["env_error"]]),

@@ -1,4 +1,5 @@
 import heapq
+import json
 import math
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import best_feasible, feasible, main, objective, samplers_per_trainer, step_cost, unconstrained
+from planner import best_feasible, feasible, fitted_alpha, main, objective, samplers_per_trainer, step_cost, unconstrained
 
 TABLE = [  # mu, rho, alpha, x*, y* as the notes on the paper list them, each with the step of its last digit
     (1, 0.1, 0.1, 6.667, 2.000, 1e-3), (4, 0.1, 0.1, 12.871, 4.745, 1e-3), (4, 1, 0.1, 2.514, 1.692, 1e-3),
@@ -147,3 +148,69 @@ def test_wrong_numbers_are_refused(name, value, capsys):
     with pytest.raises(SystemExit) as stop:
         main([word for key, number in good.items() for word in (f"--{key}", str(number))])
     assert stop.value.code == 2 and f"--{name} {value:g} must be" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- from a run's records
+
+
+def test_alpha_is_half_the_slope_of_the_second_moment():
+    ages = np.repeat([1.0, 2.0, 4.0, 8.0], 100)
+    alpha, error = fitted_alpha(ages, ages**0.3)
+    assert alpha == pytest.approx(0.3) and error == pytest.approx(0, abs=1e-9)
+    rng = np.random.default_rng(0)
+    alpha, error = fitted_alpha(ages, ages**0.2 * rng.lognormal(0, 0.3, len(ages)))
+    assert abs(alpha - 0.2) < 4 * error and 0.005 < error < 0.05
+
+
+def made_run(folder, ratio_of_age, samplers=0):
+    """16 iterations; from the 4th on, an episode takes 0.5 s to sample and 0.1 s to train on, and is used 4 times."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("replay: uniform\nunit: episode\nproblems_per_iteration: 5\n"
+                                        "group_size: 2\ncapacity: 60\n")
+    totals, lines = {"sampling": 100.0, "training": 1.0}, []  # a slow start
+    for i in range(1, 17):
+        totals = {"sampling": totals["sampling"] + 5.0, "training": totals["training"] + 4.0}
+        lines.append({"iteration": i, "time/total_sampler_busy_s": totals["sampling"],
+                      "time/total_trainer_busy_s": totals["training"],
+                      "cost/episodes_generated": 10 * i, "cost/episodes_trained": 40 * i, "cost/replay_ratio": 4.0,
+                      "time/gamma": 0.375, "time/mu_counts": 4.0 * samplers or None, "time/sampler_idle_share": 0.3,
+                      "time/trainer_idle_share": 0.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = {"age": [0, 1, 2, 3, 4] * 8, "ratio": [None if i == 7 else ratio_of_age(i % 5) for i in range(40)]}
+    (folder / "replay.jsonl").write_text("".join(json.dumps({"iteration": i, "drawn": drawn}) + "\n" for i in range(1, 17)))
+    return folder
+
+
+def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, capsys):
+    run = made_run(tmp_path / "a", lambda age: age**0.1 if age else 1.0)
+    text = printed(capsys, "--from", run)
+    x, y = best_feasible(5, 0.1, 0.1)
+    assert "mu 5.00: 0.5 s to sample an episode over 0.1 s" in text and "from iteration 5 on" in text
+    assert "alpha 0.100 (standard error 0.000)" in text and "496 replayed episodes aged 1 to 4" in text
+    assert "rho 0.1: assumed. It cannot be estimated" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
+        *best_feasible(5, 0.1, 1)) in text
+    assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio 4.00, gamma 0.38" in text
+    assert "in turns on the same processors" in text
+    text = printed(capsys, "--from", run, "--mu", 2, "--alpha", 0.2, "--rho", 1)
+    assert text.splitlines()[1] == "mu 2, alpha 0.2, rho 1" and "assumed" not in text
+    text = printed(capsys, "--from", made_run(tmp_path / "b", lambda age: 1.0, samplers=2))
+    assert "gives 8.00; samplers waited 30%" in text and "not valid here" in text
+    assert "no growth of the noise" in text and "alpha 0.01," in text
+
+
+def test_what_a_run_does_not_hold_is_asked_for(tmp_path, capsys):
+    def refused(*words):
+        with pytest.raises(SystemExit) as stop:
+            main(list(map(str, words)))
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "--alpha, --rho must be given, or --from" in refused("--mu", 5)
+    assert "is no run" in refused("--from", tmp_path / "none")
+    run = made_run(tmp_path / "a", lambda age: 1.0)
+    (run / "replay.jsonl").write_text("")
+    assert "0 replayed episodes" in refused("--from", run) and "N/R" in printed(capsys, "--from", run, "--alpha", 0.1)
+    (run / "replay.jsonl").unlink()
+    assert "no replay.jsonl" in refused("--from", run)
+    (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    assert "at least 4 are needed: give --mu" in refused("--from", run)

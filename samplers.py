@@ -1,0 +1,385 @@
+"""Where the loop's episodes come from: `Direct` samples in this process when it is asked, `Samplers` in processes of their own
+beside the training. Both have `next`, `sync` (the policy has moved on) and `close`.
+
+Asynchronous: a sampler plays a job (what a synchronous iteration would play), sends the episodes through its pipe and gets the
+next one; a thread here receives them. Jobs that are waiting, being played or done but not taken are bounded, so that samplers
+wait for a slow trainer. Weights go through one file that is replaced as a whole; a sampler looks for newer ones before each
+turn, so that an episode may hold tokens of several policies: `policy_step` and `last_policy_step` are those of its ends.
+"""
+import contextlib
+import copy
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from envs import make_env_factory
+from models import Chat, load_policy
+from rollout import HFEngine, collect
+from vllm_engine import plain_weights
+
+CLOSE_SECONDS = 10  # for a sampler to end its turn before it is killed
+
+
+@dataclass
+class Job:
+    """A batch to be played: places `asked` (n,) and `groups` (n,) of its problems; what this process plays of it, episode by
+    episode: `problems`, `group_ids`, `seeds`."""
+    number: int
+    asked: np.ndarray
+    groups: np.ndarray
+    problems: np.ndarray
+    group_ids: np.ndarray
+    seeds: np.ndarray
+
+    def play(self, engine, chat, make_env, policy_step, play: dict):
+        return collect(engine, chat, make_env, self.problems, self.group_ids, self.seeds, policy_step=policy_step,
+                       iteration=self.number, **play)
+
+
+@dataclass
+class Batch:
+    asked: np.ndarray
+    groups: np.ndarray
+    episodes: list
+    transcripts: list
+
+
+def joined(batches: list[Batch]) -> Batch:
+    none = np.zeros(0, int)
+    return Batch(np.concatenate([none, *(batch.asked for batch in batches)]),
+                 np.concatenate([none, *(batch.groups for batch in batches)]),
+                 [episode for batch in batches for episode in batch.episodes],
+                 [transcript for batch in batches for transcript in batch.transcripts])
+
+
+class Direct:
+    """Samples in this process, with `policy` or, under `--sync-every` above 1, with `sampled`, which is as old as that."""
+
+    def __init__(self, args, policy, sampled, chat, make_env, make_engine, play: dict, job, step: int):
+        self.args, self.policy, self.sampled, self.chat, self.make_env, self.play = args, policy, sampled, chat, make_env, play
+        self.job, self.step, self.error = job, step, None
+        if sampled is not policy:
+            fill(sampled, dict(plain_weights(policy)).__getitem__)
+        self.engine = make_engine(sampled)
+
+    def begin(self):
+        """Always ready."""
+
+    def next(self, number: int, wait: bool) -> Batch:
+        job = self.job(number)
+        played = job.play(self.engine, self.chat, self.make_env, self.step, self.play)
+        self.engine.release()
+        return Batch(job.asked, job.groups, *played)
+
+    def sync(self, step: int, within: bool = False):
+        """`within`: in the middle of an iteration, where nothing is sampled."""
+        if not within and step - self.step >= self.args.sync_every:
+            if self.sampled is not self.policy:
+                fill(self.sampled, dict(plain_weights(self.policy)).__getitem__)
+            self.engine.sync()
+            self.step = step
+
+    def interrupt(self):
+        """Nothing waits here."""
+
+    def seconds(self) -> dict:
+        return {}
+
+    def metrics(self) -> dict:
+        return {}
+
+    def close(self):
+        self.engine.close()
+
+
+# ---------------------------------------------------------------------------------------------- weights, through a file
+
+
+@torch.no_grad()
+def fill(policy, weight_of):
+    """Copies weight_of(name) into each parameter."""
+    for name, parameter in policy.named_parameters():
+        parameter.copy_(weight_of(name))
+
+
+def publish(policy, path: Path, step: int, dtype: torch.dtype | None = None):
+    """Writes the policy's weights, LoRA adapters merged, under their Hugging Face names; a reader never sees half of them."""
+    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in plain_weights(policy)}
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file(weights, temporary, metadata={"step": str(step)})
+    os.replace(temporary, path)
+
+
+def take(policy, path: Path) -> int:
+    """Fills the policy from what `publish` wrote; returns its step."""
+    with safe_open(path, "pt") as file:
+        fill(policy, file.get_tensor)
+        return int(file.metadata()["step"])
+
+
+# ----------------------------------------------------------------------------------------------------- a sampler's process
+
+
+class Stopped(Exception):
+    """The trainer wants no more."""
+
+
+class Follower:
+    """The sampler's engine: takes newer weights before a turn, `step` is theirs."""
+
+    def __init__(self, engine, policy, path: Path, version, stop):
+        self.engine, self.policy, self.path, self.version, self.stop, self.step = engine, policy, path, version, stop, -1
+
+    def generate(self, *sequences, **options):
+        if self.stop.value:
+            raise Stopped
+        if self.version.value > self.step:
+            self.step = take(self.policy, self.path)
+            self.engine.sync()
+        return self.engine.generate(*sequences, **options)
+
+
+def end_with_parent():
+    """A trainer that was killed closes nothing: its samplers must not run on."""
+    connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+def sampler_process(args, folder, gpu: str | None, play: dict, pipe, version, stop, path: Path):
+    """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error's traceback, or that it is ready."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read at the first use of CUDA
+    try:
+        from train import make_engine  # train.py imports this module
+        make_env = make_env_factory(args.env, args.env_options)
+        policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
+        policy, chat = policy.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(processor)
+        take(policy, path)
+        with contextlib.closing(make_engine(args, policy, chat, folder)) as engine:
+            follower = Follower(engine, policy, path, version, stop)
+            pipe.send({"ready": True})
+            idle_since = None
+            while job := pipe.recv():
+                began = time.time()
+                played = job.play(follower, chat, make_env, lambda: follower.step, play)
+                if isinstance(engine, HFEngine):
+                    engine.release()
+                done = time.time()
+                pipe.send({"played": played, "busy": done - began, "idle": began - (idle_since or began)})
+                idle_since = done
+    except (Stopped, EOFError):
+        pass
+    except BaseException:
+        with contextlib.suppress(OSError):
+            pipe.send({"error": traceback.format_exc()})
+        sys.exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------- the trainer's side
+
+
+def gpu_of(sampler: int, visible: list[str]) -> str | None:
+    """The GPU of a sampler; the first visible one is the trainer's, and also theirs where it is the only one.
+
+    >>> gpu_of(0, ["0", "1", "2"]), gpu_of(2, ["0", "1", "2"]), gpu_of(1, ["5"]), gpu_of(0, [])
+    ('1', '1', '5', None)
+    """
+    others = visible[1:] or visible
+    return others[sampler % len(others)] if others else None
+
+
+def visible_gpus() -> list[str]:
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named or [str(number) for number in range(torch.cuda.device_count())]
+
+
+@dataclass
+class Sampler:
+    number: int
+    process: object
+    pipe: object
+    job: Job | None = None
+    ready: bool = False
+    error: str = ""
+
+
+class Samplers:
+    """`--async-rollouts` processes that play jobs beside the training. `next` gives what has arrived."""
+
+    def __init__(self, args, policy, folder, run: Path, play: dict, job, number: int, step: int):
+        """`job`: number -> Job, asked for in rising order from `number` on; called in the trainer's thread only."""
+        self.args, self.policy, self.folder, self.play, self.job, self.number = args, policy, folder, play, job, number
+        self.context = multiprocessing.get_context("spawn")
+        # without locks: a sampler that is killed while it holds one would stop all
+        self.version, self.stop = self.context.Value("q", -1, lock=False), self.context.Value("b", 0, lock=False)
+        self.weights = Path(args.shared_folder or run) / ".sampler_weights"
+        self.weights.mkdir(parents=True, exist_ok=True)
+        for old in self.weights.glob("*") if not args.shared_folder else ():  # of a trainer that was killed
+            old.unlink()
+        self.path, self.step = self.weights / f"{os.getpid()}.safetensors", -args.sync_every
+        self.sync(step)
+        self.condition = threading.Condition()
+        self.jobs, self.batches, self.open = deque(), deque(), 0  # open: jobs given out whose batch was not taken
+        self.busy = self.idle = 0.0
+        self.restarts, self.error, self.interrupted, self.closing = 0, None, False, False
+        self.bell, self.ring = self.context.Pipe(duplex=False)
+        self.samplers = [self.start(place) for place in range(args.async_rollouts)]
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def start(self, number: int) -> Sampler:
+        ours, theirs = self.context.Pipe()
+        args = copy.copy(self.args)
+        args.lora_rank, args.lora_sync, args.dtype = 0, "merge", args.sampler_dtype or args.dtype  # what it gets is merged
+        args.engine, args.quiet = args.engine.split(",")[number % len(args.engine.split(","))], args.quiet or number > 0
+        process = self.context.Process(
+            target=sampler_process, name=f"sampler {number}", daemon=True,
+            args=(args, self.folder, gpu_of(number, visible_gpus()), self.play, theirs, self.version, self.stop, self.path))
+        process.start()
+        theirs.close()  # so that its death ends the pipe
+        return Sampler(number, process, ours)
+
+    # ---- the receiving thread
+
+    def serve(self):
+        try:
+            while not self.closing:
+                for sampler in self.samplers:
+                    if sampler.ready and sampler.job is None and self.jobs:
+                        sampler.job = self.jobs.popleft()
+                        with contextlib.suppress(OSError):  # it died: its pipe says so below
+                            sampler.pipe.send(sampler.job)
+                ready = connection.wait([self.bell, *(sampler.pipe for sampler in self.samplers)])
+                if self.bell in ready:
+                    self.bell.recv_bytes()
+                for sampler in [sampler for sampler in self.samplers if sampler.pipe in ready]:
+                    try:
+                        self.received(sampler, sampler.pipe.recv())
+                    except (EOFError, OSError):
+                        self.died(sampler)
+        except Exception:  # never leave the trainer waiting
+            self.failed(traceback.format_exc())
+
+    def received(self, sampler: Sampler, message: dict):
+        sampler.error = message.get("error", "")
+        if "ready" in message:
+            with self.condition:
+                sampler.ready = True
+                self.condition.notify_all()
+        if "played" in message:
+            with self.condition:
+                self.batches.append(Batch(sampler.job.asked, sampler.job.groups, *message["played"]))
+                self.busy, self.idle, sampler.job = self.busy + message["busy"], self.idle + message["idle"], None
+                self.condition.notify_all()
+
+    def died(self, sampler: Sampler):
+        sampler.process.join()
+        code = sampler.process.exitcode
+        how = sampler.error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
+        if self.closing or self.restarts >= self.args.restart_samplers:
+            self.failed(f"sampler {sampler.number} died: {how}")
+            return
+        self.restarts += 1
+        print(f"sampler {sampler.number} died and is started again, {self.restarts} of --restart-samplers "
+              f"{self.args.restart_samplers}: {how}", file=sys.stderr)
+        if sampler.job is not None:
+            self.jobs.appendleft(sampler.job)
+        sampler.pipe.close()
+        self.samplers[sampler.number] = self.start(sampler.number)
+
+    def failed(self, why: str):
+        with self.condition:
+            self.error = self.error or why
+            self.closing = True
+            self.condition.notify_all()
+
+    # ---- what the loop calls
+
+    def begin(self):
+        """Waits until all samplers are there, so that nobody's start counts as idle time."""
+        with self.condition:
+            self.condition.wait_for(lambda: all(sampler.ready for sampler in self.samplers) or self.error or self.interrupted)
+
+    def next(self, number: int, wait: bool) -> Batch | None:
+        """What has arrived: one batch where each is trained on by itself (`--fresh-update`), else all, or none of it if `wait`
+        is False. None: stop, a sampler died or the run was interrupted."""
+        self.order()
+        with self.condition:
+            wait = wait or self.args.async_lockstep
+            self.condition.wait_for(lambda: self.batches or self.error or self.interrupted or not wait)
+            if self.error or (self.interrupted and not self.batches):
+                return None
+            one = self.args.fresh_update or self.args.async_lockstep
+            taken = [self.batches.popleft() for _ in range(min(1, len(self.batches)) if one else len(self.batches))]
+        self.open -= len(taken)
+        if not self.args.async_lockstep:
+            self.order()
+        return joined(taken)
+
+    def order(self):
+        """New jobs, as many as may be open."""
+        room = 1 if self.args.async_lockstep else self.args.async_rollouts + self.args.async_queue
+        while self.open < room:
+            self.jobs.append(self.job(self.number))
+            self.number, self.open = self.number + 1, self.open + 1
+        self.ring.send_bytes(b"1")
+
+    def sync(self, step: int, within: bool = False):
+        """Publishes the policy if it is `--sync-every` steps ahead of the published one."""
+        if step - self.step >= self.args.sync_every and not (within and self.args.async_lockstep):
+            publish(self.policy, self.path, step, self.args.sampler_dtype and getattr(torch, self.args.sampler_dtype))
+            self.step = self.version.value = step
+
+    def seconds(self) -> dict:
+        """Busy and idle seconds of all samplers since the last call."""
+        with self.condition:
+            found, self.busy, self.idle = {"busy": self.busy, "idle": self.idle}, 0.0, 0.0
+        return found
+
+    def metrics(self) -> dict:
+        return {"async/batches_waiting": len(self.batches), "async/restarts": self.restarts, "async/published_step": self.step}
+
+    def interrupt(self):
+        """From a signal's handler: `next` waits no longer."""
+        with self.condition:
+            self.interrupted = True
+            self.condition.notify_all()
+
+    def close(self):
+        self.closing = True
+        self.stop.value = 1
+        self.ring.send_bytes(b"1")
+        self.thread.join(CLOSE_SECONDS)
+        for sampler in self.samplers:
+            with contextlib.suppress(OSError):
+                sampler.pipe.send(None)
+        end = time.time() + CLOSE_SECONDS
+        for sampler in self.samplers:
+            while sampler.process.is_alive() and time.time() < end:  # one that is sending needs a reader
+                with contextlib.suppress(EOFError, OSError):
+                    if connection.wait([sampler.pipe, sampler.process.sentinel], end - time.time()) == [sampler.pipe]:
+                        sampler.pipe.recv()
+                        continue
+                sampler.process.join(0.1)
+            if sampler.process.is_alive():
+                sampler.process.kill()
+            sampler.process.join()
+            sampler.pipe.close()
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: another run's
+            self.weights.rmdir()

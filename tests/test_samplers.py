@@ -1,0 +1,282 @@
+"""Sampling beside the training, through the real command line: lockstep, queue, replay, deaths and signals."""
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, train
+from safetensors.torch import load_file
+
+from models import load_policy
+from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take
+from train import parse_args
+
+FROM_BUFFER = ["--replay", "uniform", "--fresh-update", "False", "--replay-batch-size", 12, "--capacity", 40]
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(run):
+    return [{key: value for key, value in line.items() if not key.startswith(("time/", "async/"))} for line in metrics_of(run)]
+
+
+def last_checkpoint(run):
+    return max((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+
+
+def running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Samplers of a trainer (not multiprocessing's resource tracker)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (path.parent / "cmdline").read_bytes():
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def wait_for(what, seconds=240):
+    end = time.time() + seconds
+    while not (found := what()):
+        assert time.time() < end, "it did not happen"
+        time.sleep(0.2)
+    return found
+
+
+class Started:
+    """A run in the background, with its samplers once it has done `iterations`."""
+
+    def __init__(self, folder, *flags, iterations=2):
+        self.run = folder / "x"
+        self.process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *map(str, flags), "--runs-dir", str(folder),
+                                         "--name", "x", "--checkpoint-every", "0"], stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True)
+        path = self.run / "metrics.jsonl"
+        wait_for(lambda: self.process.poll() is not None or path.exists() and path.read_text().count("\n") >= iterations)
+        assert self.process.poll() is None, self.process.communicate()
+        self.samplers = children(self.process.pid)
+
+    def ended(self, code, seconds=60):
+        out, errors = self.process.communicate(timeout=seconds)
+        assert self.process.returncode == code, out + errors
+        wait_for(lambda: not any(map(running, self.samplers)), 15)  # no orphans
+        assert not list((self.run / ".sampler_weights").glob("*"))
+        return errors
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_weights_go_through_a_file_whole_and_carry_their_step(tiny_folder, tmp_path):
+    policy, other = load_policy(tiny_folder)[0], load_policy(tiny_folder)[0]
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1)
+    publish(policy, tmp_path / "weights.safetensors", 17)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
+    assert take(other, tmp_path / "weights.safetensors") == 17
+    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters()))
+
+
+def test_a_sampler_takes_newer_weights_between_turns_and_stops_when_told(tiny_folder, tmp_path):
+    policy, path = load_policy(tiny_folder)[0], tmp_path / "weights.safetensors"
+    engine = SimpleNamespace(syncs=0, generate=lambda: follower.step)
+    engine.sync = lambda: setattr(engine, "syncs", engine.syncs + 1)
+    version, stop = SimpleNamespace(value=3), SimpleNamespace(value=0)
+    publish(policy, path, 3)
+    follower = Follower(engine, policy, path, version, stop)
+    assert [follower.generate(), follower.generate()] == [3, 3] and engine.syncs == 1
+    publish(policy, path, 5)
+    version.value = 5
+    assert follower.generate() == 5 and engine.syncs == 2
+    stop.value = 1
+    with pytest.raises(Stopped):
+        follower.generate()
+
+
+def test_an_episode_carries_the_steps_of_its_first_and_last_token(tiny_folder):
+    """An engine whose weights are one step newer at every turn."""
+    from conftest import tiny_lake
+    from models import Chat
+    from rollout import HFEngine
+    policy, tokenizer = load_policy(tiny_folder)
+    engine = HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
+    turns = []
+    newer = SimpleNamespace(generate=lambda *arguments: turns.append(0) or engine.generate(*arguments))
+    problems = np.array(tiny_lake().problems("train", 4))
+    job = Job(1, np.arange(4), np.arange(4), problems, np.arange(4), np.arange(4))
+    play = dict(max_turns=4, max_new_tokens=6, temperature=1.0, format_penalty=0.0, context_length=1024)
+    episodes, _ = job.play(newer, Chat(tokenizer), tiny_lake, lambda: 10 + len(turns), play)
+    assert len(turns) > 1
+    for episode in episodes:
+        assert (episode.policy_step, episode.last_policy_step) == (11, 10 + episode.info["turns"])
+
+
+def test_batches_are_joined_in_their_order():
+    batch = joined([Batch(np.array([1]), np.array([5]), ["a"], ["x"]), Batch(np.array([2, 3]), np.array([6, 7]), ["b"], ["y"])])
+    assert batch.asked.tolist() == [1, 2, 3] and batch.groups.tolist() == [5, 6, 7]
+    assert batch.episodes == ["a", "b"] and batch.transcripts == ["x", "y"]
+    assert joined([]).episodes == [] and joined([]).asked.dtype == int
+
+
+def test_without_processes_delayed_weights_are_those_of_the_last_sync(tiny_folder):
+    args, policy, copied = SimpleNamespace(sync_every=3), load_policy(tiny_folder)[0], load_policy(tiny_folder)[0]
+    engine = SimpleNamespace(sync=lambda: None)
+    source = Direct(args, policy, copied, None, None, lambda sampled: setattr(engine, "model", sampled) or engine, {}, None, 4)
+    first = next(policy.parameters())
+    before = first.clone()
+    for step, synced in ((5, 4), (6, 4), (7, 7), (9, 7), (12, 12)):
+        with torch.no_grad():
+            first.add_(1.0)
+        source.sync(step, within=True)  # in the middle of an iteration: nothing
+        source.sync(step)
+        assert source.step == synced
+        assert torch.equal(next(engine.model.parameters()), first if synced == step else before)
+        before = next(engine.model.parameters()).clone()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--async-lockstep", "True"], ["--async-lockstep", "--async-rollouts 1"]),
+    (["--async-lockstep", "True", "--async-rollouts", "2"], ["--async-lockstep", "2"]),
+    (["--restart-samplers", "2"], ["--restart-samplers 2", "--async-rollouts"]),
+    (["--async-queue", "1"], ["--async-queue 1", "--async-rollouts"]),
+    (["--async-rollouts", "-1"], ["--async-rollouts -1", "at least 0"]),
+    (["--sync-every", "0"], ["--sync-every 0", "above 0"]),
+    (["--async-rollouts", "2", "--engine", "http://a:1"], ["--engine", "each sampler"]),
+    (["--engine", "http://a:1,http://b:1"], ["--engine", "each sampler"]),
+])
+def test_wrong_settings_are_refused(capsys, flags, words):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(flags)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and all(word in message for word in words), message
+
+
+# -------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--sync-every", "3"]], ids=["", "delayed"])
+def test_lockstep_is_the_synchronous_loop(tmp_path, quick_flags, flags):
+    both = [*quick_flags, *FROM_BUFFER, *flags, "--runs-dir", tmp_path, "--iterations", 4]
+    train(*both, "--name", "sync")
+    train(*both, "--name", "lock", "--async-rollouts", 1, "--async-lockstep", "True")
+    assert timeless(tmp_path / "sync") == timeless(tmp_path / "lock")
+    ages = [line["fresh/staleness_mean"] for line in timeless(tmp_path / "lock")]
+    assert ages == ([0, 0, 0, 0] if not flags else [0, 2, 0, 2])
+    first, second = (load_file(last_checkpoint(tmp_path / name) / "model.safetensors") for name in ("sync", "lock"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_a_queue_trains_on_each_episode_once_and_drops_what_is_too_old(tmp_path, quick_flags):
+    flags = [*quick_flags, "--replay", "none", "--async-rollouts", 1, "--runs-dir", tmp_path]
+    train(*flags, "--name", "queue", "--iterations", 5, "--async-queue", 1)
+    lines = metrics_of(tmp_path / "queue")
+    assert all(line["fresh/episodes"] == 24 for line in lines) and lines[-1]["cost/episodes_generated"] == 120
+    assert lines[-1]["cost/episodes_trained"] == 120 and lines[-1]["cost/replay_ratio"] == 1
+    assert lines[-1]["cost/tokens_trained"] == lines[-1]["cost/tokens_trained_unique"]
+    groups = [json.loads(line)["group_id"] for line in (tmp_path / "queue" / "episodes.jsonl").read_text().splitlines()]
+    assert len(set(groups)) == 5  # four transcripts of the first group of each batch
+    # one batch being played and one that waits: none is older than the two before it, each a step
+    assert max(line["fresh/staleness_max"] for line in lines) <= 2
+    assert sum(line["fresh/dropped_stale"] for line in lines) == 0
+    train(*flags, "--name", "young", "--iterations", 6, "--max-staleness", 0)
+    lines = metrics_of(tmp_path / "young")
+    assert sum(line["fresh/dropped_stale"] for line in lines) == 24 * sum(line["fresh/staleness_mean"] > 0 for line in lines) > 0
+    assert lines[-1]["cost/episodes_trained"] == 144 - sum(line["fresh/dropped_stale"] for line in lines)
+
+
+@pytest.mark.slow
+def test_replay_beside_sampling_and_a_sampler_that_is_killed_is_replaced(tmp_path, quick_flags):
+    run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--async-rollouts", 2, "--iterations", 12, "--restart-samplers", 1)
+    assert len(run.samplers) == 2
+    os.kill(run.samplers[0], signal.SIGKILL)
+    errors = run.ended(0, 300)
+    assert "sampler 0 died and is started again" in errors or "sampler 1 died and is started again" in errors
+    assert "SIGKILL" in errors
+    lines = metrics_of(run.run)
+    assert lines[-1]["async/restarts"] == 1 and [line["iteration"] for line in lines] == list(range(1, 13))
+    last = lines[-1]
+    assert last["cost/episodes_generated"] == sum(line["fresh/episodes"] for line in lines)
+    assert last["cost/episodes_trained"] == 12 * sum(line["replay/updates"] for line in lines)
+    assert last["buffer/drawn_total"] == last["cost/episodes_trained"]
+    assert last["buffer/added_total"] == last["cost/episodes_generated"]
+    assert last["async/published_step"] == last["step"]
+    assert 0 <= last["time/sampler_idle_share"] <= 1 and 0 <= last["time/trainer_idle_share"] <= 1
+    assert all(line["fresh/staleness_mean"] is None or line["fresh/staleness_mean"] >= 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_dead_sampler_ends_the_run_in_seconds_with_a_checkpoint(tmp_path, quick_flags):
+    run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--async-rollouts", 1, "--iterations", 500)
+    os.kill(run.samplers[0], signal.SIGKILL)
+    errors = run.ended(1)
+    assert "sampler 0 died: it was ended by SIGKILL" in errors and "--resume" in errors
+    done = metrics_of(run.run)[-1]["iteration"]
+    state = json.loads((last_checkpoint(run.run) / "state.json").read_text())
+    assert state["iteration"] == done
+    train("--resume", run.run, "--iterations", done + 1)
+    assert [line["iteration"] for line in metrics_of(run.run)] == list(range(1, done + 2))
+
+
+@pytest.mark.slow
+def test_an_error_in_a_sampler_is_shown_with_its_traceback(tmp_path, quick_flags, tiny_folder):
+    (tmp_path / "once.py").write_text("""
+import multiprocessing
+from envs import FrozenLake
+class Once(FrozenLake):
+    def problems(self, split, count):
+        if multiprocessing.parent_process() is not None:
+            raise KeyboardInterrupt
+        return super().problems(split, count)
+    @property
+    def stop(self):
+        if multiprocessing.parent_process() is not None:
+            raise ZeroDivisionError("a bug of the task")
+        return ()
+""")
+    done = train(*quick_flags, *FROM_BUFFER, "--env", f"{tmp_path / 'once.py'}:Once", "--async-rollouts", 1, "--iterations", 3,
+                 "--runs-dir", tmp_path, "--name", "x", check=False)
+    assert done.returncode == 1 and "ZeroDivisionError: a bug of the task" in done.stderr and "sampler 0 died" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, beside", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 0)])
+def test_a_signal_leaves_a_checkpoint_that_goes_on_and_no_process(tmp_path, quick_flags, number, beside):
+    run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--iterations", 500, "--async-rollouts", beside)
+    for pid in [run.process.pid] + run.samplers * (number == signal.SIGINT):  # as a terminal sends Ctrl-C
+        os.kill(pid, number)
+    errors = run.ended(128 + number)
+    assert "--resume" in errors
+    done = metrics_of(run.run)[-1]["iteration"]
+    assert json.loads((last_checkpoint(run.run) / "state.json").read_text())["iteration"] == done
+    train("--resume", run.run, "--iterations", done + 1)
+
+
+@pytest.mark.slow
+def test_samplers_end_with_a_trainer_that_is_killed(tmp_path, quick_flags):
+    run = Started(tmp_path, *quick_flags, "--replay", "none", "--async-rollouts", 1, "--iterations", 500)
+    run.process.kill()
+    run.process.communicate()
+    wait_for(lambda: not any(map(running, run.samplers)), 15)
+    assert multiprocessing.active_children() == []
