@@ -316,15 +316,15 @@ class Samplers:
             self.condition.wait_for(lambda: all(sampler.ready for sampler in self.samplers) or self.error or self.interrupted)
 
     def next(self, number: int, wait: bool) -> Batch | None:
-        """What has arrived: one batch where each is trained on by itself (`--fresh-update`), else all, or none of it if `wait`
-        is False. None: stop, a sampler died or the run was interrupted."""
+        """What has arrived: one batch where each is trained on by itself (`--fresh-update`) or the replay ratio is fixed, else
+        all, or none of it if `wait` is False. None: stop, a sampler died or the run was interrupted."""
         self.order()
         with self.condition:
-            wait = wait or self.args.async_lockstep
+            one = self.args.fresh_update or self.args.async_fixed_ratio or self.args.async_lockstep
+            wait = wait or one
             self.condition.wait_for(lambda: self.batches or self.error or self.interrupted or not wait)
             if self.error or (self.interrupted and not self.batches):
                 return None
-            one = self.args.fresh_update or self.args.async_lockstep
             taken = [self.batches.popleft() for _ in range(min(1, len(self.batches)) if one else len(self.batches))]
         self.open -= len(taken)
         if not self.args.async_lockstep:

@@ -153,6 +153,9 @@ class Args:
     sampler takes one, from the second visible one on; an --engine http://... needs an address for each, with commas between."""
     async_queue: int = 2
     """Batches (of --problems-per-iteration) that may be ahead of the trainer, beside those being played; then samplers wait."""
+    async_fixed_ratio: bool = False
+    """One new batch for each iteration also with --fresh-update False: the replay ratio is replay_updates x replay_batch_size /
+    episodes of a batch, and the faster side waits. False: it is what the two sides' speeds make it."""
     async_lockstep: bool = False
     """One sampler that plays only while the trainer waits: the results of the loop without --async-rollouts."""
     sampler_dtype: Literal["float32", "bfloat16"] | None = None
@@ -436,7 +439,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"--engine {args.engine} --lora-sync {args.lora_sync} takes no images: use --engine hf or vllm, --lora-sync merge")
     if args.async_lockstep and args.async_rollouts != 1:
         fail(f"--async-lockstep is for one sampler: add --async-rollouts 1 (it is {args.async_rollouts})")
-    for name in ("restart_samplers", "sampler_dtype", "async_queue"):
+    for name in ("restart_samplers", "sampler_dtype", "async_queue", "async_fixed_ratio"):
         if not args.async_rollouts and name in given:
             fail(f"{flag(name)} is for --async-rollouts, which is 0")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \

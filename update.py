@@ -95,13 +95,20 @@ def batches_of(learner: Learner, episodes) -> list[list[int]]:
     return micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size, prompts)
 
 
+def tokens_read(learner: Learner, episodes) -> int:
+    """Tokens of one forward pass; what episodes begin with alike counts once where it is read once."""
+    if prefix_tree.knows_trees(backbone(learner.policy)):
+        return len(prefix_tree.tree_of([episode.tokens.tolist() for episode in episodes])[1])
+    return sum(len(episode.tokens) for episode in episodes)
+
+
 @torch.no_grad()
 def per_token(function, episodes, learner: Learner, kind: str = "values") -> torch.Tensor:
     """function(tokens_BT, mask_BT, pixels) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is
     what its cost is booked as, one of ledger.SCORED."""
     rows = [None] * len(episodes)
-    learner.scored[kind] += sum(len(episode.tokens) for episode in episodes)
     for micro in batches_of(learner, episodes):
+        learner.scored[kind] += tokens_read(learner, [episodes[row] for row in micro])
         tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
         mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
         pixels = pixels_of(learner, [episodes[row] for row in micro])
@@ -321,7 +328,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         batch["pixels"] = pixels_of(learner, [episodes[row] for row in picked])
         loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
         learner.accelerator.backward(loss)
-        sums |= {"loss": loss.item(), "tokens_computed": sum(len(episodes[row].tokens) for row in picked)}
+        sums |= {"loss": loss.item(), "tokens_computed": tokens_read(learner, [episodes[row] for row in picked])}
         if critic_loss is not None:
             learner.accelerator.backward(critic_loss)
             sums["value_loss"] = critic_loss.item()

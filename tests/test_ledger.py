@@ -91,6 +91,18 @@ def test_parameters_that_multiply():
     assert isinstance(model.lm_head.weight, torch.nn.Parameter)
 
 
+def test_what_episodes_begin_with_alike_is_computed_once(tiny_folder):
+    from models import load_policy
+    from train import Args, make_learner
+    from update import score, tokens_read
+    policy, tokenizer = load_policy(tiny_folder)
+    learner, rows = make_learner(Args(), policy), [episode(5, [(2, 3)], 0), episode(5, [(4, 0)], 0), episode(7, [(2, 0)], 1)]
+    rows[2].tokens[:] = len(tokenizer) - 1
+    assert tokens_read(learner, rows) == 10 + 0 + 9  # the second one's 9 tokens begin the first one's 10
+    score(learner.policy, rows, learner, "probe")
+    assert learner.scored == {"probe": 19}
+
+
 def test_a_run_is_booked(tmp_path, quick_flags):
     """Buffer alone, R = 24 fresh episodes, K = 2 draws of B = 6: y = 12/24."""
     train(*quick_flags, "--fresh-update", "False", "--replay", "uniform", "--runs-dir", tmp_path, "--name", "x", "--iterations", 3)
