@@ -105,7 +105,8 @@ def test_what_episodes_begin_with_alike_is_computed_once(tiny_folder):
 
 def test_a_run_is_booked(tmp_path, quick_flags):
     """Buffer alone, R = 24 fresh episodes, K = 2 draws of B = 6: y = 12/24."""
-    train(*quick_flags, "--fresh-update", "False", "--replay", "uniform", "--runs-dir", tmp_path, "--name", "x", "--iterations", 3)
+    train(*quick_flags, "--fresh-update", "False", "--replay", "uniform", "--runs-dir", tmp_path, "--name", "x",
+          "--iterations", 3)
     lines = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
     last = lines[-1]
     assert [line["cost/episodes_generated"] for line in lines] == [24, 48, 72]
