@@ -12,7 +12,7 @@ trl      An iteration (sample, score, one optimiser step, log) of the same model
          turn. Gradient checkpointing, TRL's default, is off: FreshReplay has none.
 turns    Sampling of ten turns: HFEngine, which keeps keys and values, against generate() on the whole conversation.
 profile  Where the time of `train.py`'s iterations goes, on SmolLM2.
-padding  Share of padding in the tokens that an update computes, on FrozenLake episodes.
+padding  Positions that an update computes for its tokens, on FrozenLake episodes.
 """
 import argparse
 import json
@@ -38,6 +38,7 @@ import train  # noqa: E402
 import update  # noqa: E402
 from envs import FrozenLake  # noqa: E402
 from models import Chat, demonstrations, load_policy, micro_batches, tiny_config, tiny_tokenizer  # noqa: E402
+from prefix_tree import tree_of  # noqa: E402
 from smollm2 import smollm2_folder  # noqa: E402
 
 CACHE = Path("~/.cache/freshreplay")
@@ -137,6 +138,7 @@ def freshreplay_side(case: Case, iterations: int) -> tuple[list, list]:
                 engine, chat, case.make_env, asked, groups, np.arange(len(asked)) + 1000 * iteration,
                 max_turns=case.turns, max_new_tokens=case.turn_tokens, temperature=1.0, format_penalty=0.0,
                 policy_step=iteration, iteration=iteration, context_length=policy.config.max_position_embeddings)
+            engine.release()
             update.add_advantages(learner, episodes)
             metrics = update.update(learner, episodes)
             engine.sync()
@@ -393,27 +395,35 @@ def profile(iterations: int):
 
 
 def padding():
-    """Shares of computed tokens that are padding, on scripted FrozenLake episodes of the main job's skill."""
+    """What an update computes for 100 of its tokens, on scripted FrozenLake episodes of the main job's skill."""
     env = FrozenLake(prompt="tiny")
-    rows, _ = demonstrations(env, Chat(tiny_tokenizer()), env.problems("train", 1024), skill=0.6, max_turns=10, seed=0)
+    problems = np.repeat(env.problems("train", 128), 8)
+    rows, _ = demonstrations(env, Chat(tiny_tokenizer()), problems, skill=0.6, max_turns=10, seed=0)
+    prompts = [tuple(row["tokens"][:row["mask"].index(True)]) for row in rows]
     lengths = [len(row["tokens"]) for row in rows]
-    print(f"\nPadding in an update of 64 FrozenLake episodes, mean of 16 updates; episodes of {min(lengths)} to "
-          f"{max(lengths)} tokens, mean {np.mean(lengths):.0f}. The peers: rows in the order of arrival, cut by the "
-          "same budget; and all rows as long as the longest.\n")
-    print("| tokens of a micro-batch | FreshReplay | micro-batches | order of arrival | as long as the longest |\n"
-          "|---|---|---|---|---|")
+    print("\nPositions computed for 100 tokens in an update of 64 FrozenLake episodes, 8 of each problem, mean of 16 updates; "
+          f"episodes of {min(lengths)} to {max(lengths)} tokens, mean {np.mean(lengths):.0f}. Read once: what rows begin with "
+          "alike, with padding in attention only. Row by row: as with images, padded least. The peers: rows in the order of "
+          "arrival, cut by the same budget; and all rows as long as the longest.\n")
+    print("| tokens of a micro-batch | read once | in attention | micro-batches | row by row | order of arrival | "
+          "as long as the longest |\n|---|---|---|---|---|---|---|")
     for budget in (2048, 4096, 8192):
-        shares, count = defaultdict(list), []
+        found, count = defaultdict(list), []
         for first in range(0, 1024, 64):
             batch = lengths[first:first + 64]
             fit = budget // max(batch)
-            ways = {"ours": [[batch[row] for row in micro] for micro in micro_batches(batch, budget)],
-                    "arrival": [batch[start:start + fit] for start in range(0, 64, fit)], "longest": [batch]}
+            trees = micro_batches(batch, budget, prompts=prompts[first:first + 64])
+            ways = {"attention": trees, "row by row": micro_batches(batch, budget),
+                    "arrival": [range(start, min(64, start + fit)) for start in range(0, 64, fit)], "longest": [range(64)]}
+            positions = {"once": sum(len(tree_of([rows[first + row]["tokens"] for row in micro])[1]) for micro in trees)}
             for way, micros in ways.items():
-                shares[way].append(1 - sum(batch) / sum(len(micro) * max(micro) for micro in micros))
-            count.append(len(ways["ours"]))
-        ours, arrival, longest = (f"{np.mean(values):.1%}" for values in shares.values())
-        print(f"| {budget} | {ours} | {np.mean(count):.1f} | {arrival} | {longest} |")
+                positions[way] = sum(len(micro) * max(batch[row] for row in micro) for micro in micros)
+            for way, computed in positions.items():
+                found[way].append(100 * computed / sum(batch))
+            count.append(len(trees))
+        means = {way: f"{np.mean(values):.0f}" for way, values in found.items()}
+        print(f"| {budget} | {means['once']} | {means['attention']} | {np.mean(count):.1f} | {means['row by row']} | "
+              f"{means['arrival']} | {means['longest']} |")
 
 
 if __name__ == "__main__":
