@@ -22,6 +22,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
                           PreTrainedTokenizerFast)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 import prefix_tree
@@ -188,6 +189,36 @@ def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0, entropy_
                                                        entropy_grad=entropy_grad)
     zeros_BT = torch.zeros(tokens_BT.shape, device=tokens_BT.device)
     return zeros_BT.masked_scatter(mask_BT, logprobs_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
+
+
+def recompute_layers(module):
+    """Gradient checkpointing: inside functions with `recomputing`, layers keep no activations but compute them again in the
+    backward pass. ValueError for layers that would behave otherwise there."""
+    for layer in layers_of(module):
+        if "self.training" in inspect.getsource(type(layer).forward):
+            raise ValueError(f"--gradient-checkpointing: {type(layer).__name__} has dropout of its own")
+    module.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def layers_of(module) -> list:
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def recomputing(function):
+    """Lets the policy and critic of the learner, its first argument, recompute their activations where --gradient-checkpointing
+    is on. transformers does so in training mode only, which would turn dropout on as well: here the layers alone are told that
+    they are trained, not their parts."""
+    @functools.wraps(function)
+    def wrapped(learner, *arguments, **named):
+        layers = layers_of(learner.policy) + (layers_of(learner.critic) if learner.critic is not None else [])
+        for layer in layers:
+            layer.training = layer.gradient_checkpointing
+        try:
+            return function(learner, *arguments, **named)
+        finally:
+            for layer in layers:
+                layer.training = False
+    return wrapped
 
 
 class Critic(torch.nn.Module):

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
 
@@ -47,6 +51,14 @@ def start() -> Accelerator:
     if accelerator.mixed_precision != "no":
         raise ValueError(f"mixed_precision {accelerator.mixed_precision} in the accelerate config: set it to 'no'; the data type "
                          "of the weights is --dtype")
+    if option("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError("DeepSpeed is not supported: configs/accelerate/fsdp2.yaml splits weights, gradients and optimiser over "
+                         "the GPUs as ZeRO-3 does")
+    for name, wanted, why in (("FSDP_VERSION", "2", "the older one is not supported"),
+                              ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every process reads the weights itself"),
+                              ("FSDP_ACTIVATION_CHECKPOINTING", "false", "use --gradient-checkpointing")):
+        if option("ACCELERATE_USE_FSDP") and os.environ.get(name, wanted).lower() != wanted:
+            raise ValueError(f"{name.lower()} in the accelerate config must be {wanted}: {why}")
     return accelerator
 
 
@@ -142,8 +154,9 @@ def share_size(count: int) -> int:
 
 @torch.no_grad()
 def sum_gradients(parameters):
-    """Replaces every parameter's gradient by its sum over the ranks; one that a rank lacks counts as zeros there."""
-    if world() == 1:
+    """Replaces every parameter's gradient by its sum over the ranks; one that a rank lacks counts as zeros there. Those of
+    sharded weights were summed by the backward pass."""
+    if world() == 1 or sharded():
         return
     waiting, size = [], 0
     for parameter in parameters:
@@ -163,3 +176,77 @@ def sum_bucket(gradients: list[torch.Tensor]):
     dist.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
         gradient.copy_(part.view_as(gradient))
+
+
+# ------------------------------------------------------------------------------------------------- sharded weights
+
+
+def option(name: str) -> bool:
+    """A switch of the accelerate config, which its launcher passes on in the environment."""
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def sharded() -> bool:
+    """Whether the weights are split over the ranks (FSDP2)."""
+    return world() > 1 and option("ACCELERATE_USE_FSDP")
+
+
+def shard(module, device):
+    """Every rank keeps a part of each weight; a layer's are gathered while it computes, and its gradients summed, not averaged.
+
+    The same calls on GPUs and on CPUs, where Accelerate's own preparation knows no FSDP.
+    """
+    mesh = init_device_mesh(device.type, (world(),))
+    options = {"mesh": mesh, "reshard_after_forward": True}
+    if option("FSDP_OFFLOAD_PARAMS"):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    module.inside = lambda function, *arguments, **named: function(module, *arguments, **named)
+    register_fsdp_forward_method(module, "inside")
+    return module
+
+
+def forward(function, model, *arguments, **named):
+    """function(model, ...) as a forward pass of the model, for which a sharded one gathers its weights."""
+    return model.inside(function, *arguments, **named) if isinstance(model, FSDPModule) else function(model, *arguments, **named)
+
+
+def idle_passes(passes: int) -> int:
+    """How many passes of sharded weights this rank has to take part in beyond its own `passes`."""
+    return max(gathered(passes)) - passes if sharded() else 0
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded; an exchange of all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def on_first(tensors: dict) -> dict:
+    """The whole of each tensor, on the CPU of the first rank; elsewhere nothing. An exchange of all ranks."""
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = whole(tensor.detach())
+        if first():
+            result[name] = tensor.cpu().clone()
+    return result
+
+
+def like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """`tensor`, which every rank has, sharded as `model` is."""
+    if not isinstance(model, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
+
+
+@torch.no_grad()
+def fill(module, state: dict):
+    """Gives a module that may be sharded the whole tensors of `state`, by name."""
+    own = module.state_dict()
+    for name, tensor in state.items():
+        own[name].copy_(like(tensor, own[name]))

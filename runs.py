@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -18,7 +19,6 @@ import numpy as np
 import requests
 import yaml
 from PIL import Image
-from peft import set_peft_model_state_dict
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -80,17 +80,19 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     for name, memory in memories.items():
         if hasattr(memory, "save"):
             memory.save(temporary / shard_name(name, ranks.rank()))
+    weights = {"state_dict": ranks.on_first(learner.policy.state_dict())} if ranks.sharded() else {}
+    others = {f"{name}_optimizer": ranks.on_first({
+        f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
+        for name, optimizer in learner.optimizers().items()}
+    if learner.critic is not None:
+        others["critic"] = ranks.on_first(learner.critic.state_dict())
     ranks.barrier()
     if not ranks.first():
         return ranks.barrier()
-    learner.accelerator.unwrap_model(learner.policy).save_pretrained(temporary)
+    learner.policy.save_pretrained(temporary, **weights)
     processor.save_pretrained(temporary)
-    for name, optimizer in learner.optimizers().items():
-        moments = optimizer.state_dict()["state"]
-        save_file({f"{index}.{key}": value.clone() for index, entry in moments.items() for key, value in entry.items()},
-                  temporary / f"{name}_optimizer.safetensors")
-    if learner.critic is not None:
-        save_file(dict(learner.critic.state_dict()), temporary / "critic.safetensors")
+    for name, tensors in others.items():
+        save_file(tensors, temporary / f"{name}.safetensors")
     for name, memory in memories.items():
         if not hasattr(memory, "save"):
             values = memory.state_dict()
@@ -114,27 +116,32 @@ def shard_name(name: str, rank: int) -> str:
 
 def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     """Fills policy, critic, optimisers and memories from `save_checkpoint`'s folder; returns the counters."""
-    policy = learner.accelerator.unwrap_model(learner.policy)
     if learner.args.lora_rank:
-        set_peft_model_state_dict(policy, load_file(folder / "adapter_model.safetensors"))
+        ranks.fill(learner.policy, {re.sub(r"(lora_[AB])\.", r"\1.default.", name): tensor for name, tensor
+                                    in load_file(folder / "adapter_model.safetensors").items()})
     else:
-        policy.load_state_dict(load_policy(folder, policy.dtype, learner.args.trust_remote_code)[0].state_dict())
+        ranks.fill(learner.policy, load_policy(folder, learner.policy.dtype, learner.args.trust_remote_code)[0].state_dict())
     state = json.loads((folder / "state.json").read_text())
     for name, optimizer in learner.optimizers().items():
         moments = {}
         for key, value in load_file(folder / f"{name}_optimizer.safetensors").items():
             index, moment = key.split(".", 1)
-            moments.setdefault(int(index), {})[moment] = value
+            parameter = optimizer.param_groups[0]["params"][int(index)]
+            moments.setdefault(int(index), {})[moment] = ranks.like(value, parameter) if value.ndim else value
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     learner.schedule.last_epoch = state.pop("schedule")
     learner.schedule._last_lr = learner.schedule.get_lr()
     for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
         group["lr"] = lr
     if learner.critic is not None:
-        learner.critic.load_state_dict(load_file(folder / "critic.safetensors"))
+        ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
     for name, memory in memories.items():
         if hasattr(memory, "save"):
-            memory.load_state_dict(type(memory).load(folder / shard_name(name, ranks.rank())).state_dict())
+            shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
+            if len(shards) == ranks.world():
+                memory.load_state_dict(type(memory).load(folder / shards[ranks.rank()]).state_dict())
+            else:
+                memory.take_share([type(memory).load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
         else:
             with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
                 memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))

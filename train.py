@@ -35,11 +35,11 @@ from peft import LoraConfig, get_peft_model
 
 import losses
 import ranks
-from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
+from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl, use_stats
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
 from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
 from ledger import Ledger, matmul_parameters
-from models import Chat, Critic, load_policy, policy_folder, up_to
+from models import Chat, Critic, load_policy, policy_folder, recompute_layers, up_to
 from rollout import HFEngine
 from runs import (Clock, Interrupt, NoLog, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml,
                   replay_record, save_checkpoint)
@@ -245,6 +245,9 @@ class Args:
     """Padded tokens of one forward and backward pass; changes speed and memory, not the gradient."""
     micro_batch_size: int | None = None
     """Rows of one forward and backward pass at most. None: --micro-batch-tokens alone decides."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: a third more work, much less memory for
+    long episodes; the gradient stays the same."""
     step_without_signal: bool = False
     """Let the optimiser step (on momentum) when no row has a non-zero advantage, as the released FreshPER code does."""
 
@@ -555,18 +558,24 @@ def make_learner(args: Args, policy, image_processor=None) -> Learner:
     """The policy with its optimiser, and critic and reference where the objective needs them."""
     accelerator, objective = ranks.start(), objective_of(args)
 
+    def placed(module):
+        module.to(accelerator.device)
+        return ranks.shard(module, accelerator.device) if ranks.sharded() else module
+
     def prepared(module, lr):
-        trained = [parameter for parameter in module.to(accelerator.device).parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in placed(module).parameters() if parameter.requires_grad]
         return module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     reference = None
     if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
-        reference = copy.deepcopy(policy).requires_grad_(False).to(accelerator.device)
+        reference = placed(copy.deepcopy(policy).requires_grad_(False))
     if args.lora_rank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(args.seed)
             policy = get_peft_model(policy, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, lora_dropout=0.0,
                                                        target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    if args.gradient_checkpointing:
+        recompute_layers(policy)
     critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
     policy, optimizer = prepared(policy, args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
@@ -581,17 +590,22 @@ def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> li
         fail(f"{flag} {usual if asked is None else asked}: {error}")
 
 
+def engine_kind(args: Args) -> tuple[str, str]:
+    """What --engine asks for, and why."""
+    if args.engine != "auto":
+        return args.engine, "as --engine asks"
+    if not torch.cuda.is_available():
+        return "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
+    if importlib.util.find_spec("vllm") is None:
+        return "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
+    return "vllm", "there is a GPU"
+
+
 def make_engine(args: Args, policy, chat: Chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
     if chat.image_processor is None and shows_images(make_env_factory(args.env, args.env_options)()):
         fail(f"{folder} takes no images, which --env {args.env} shows: use --model tiny-vlm or another that does")
-    kind, why = args.engine, "as --engine asks"
-    if kind == "auto" and torch.cuda.is_available():
-        kind, why = "vllm", "there is a GPU"
-        if importlib.util.find_spec("vllm") is None:
-            kind, why = "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
-    elif kind == "auto":
-        kind, why = "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
+    kind, why = engine_kind(args)
     if not args.quiet:
         print(f"engine: {kind} ({why})")
     stop_ids = chat.stop_ids(policy.generation_config)
@@ -652,6 +666,9 @@ def main(args: Args) -> dict:
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
     parameters = matmul_parameters(policy)
     # the reference is the policy at the start, also when a run is resumed
+    if ranks.sharded() and (chat.image_processor is not None or args.sync_every > 1):
+        fail("policies that take images, and --sync-every above 1, do not run with sharded weights; use "
+             "configs/accelerate/ddp.yaml")
     learner = make_learner(args, policy, chat.image_processor)
 
     memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
@@ -690,7 +707,8 @@ def main(args: Args) -> dict:
     sampling = play | {"temperature": args.temperature}
     try:
         if not args.async_rollouts:
-            sampled = learner.policy if args.sync_every == 1 else \
+            same = args.sync_every == 1 and not (ranks.sharded() and engine_kind(args)[0] == "hf")
+            sampled = learner.policy if same else \
                 load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)[0].to(learner.device)
             source = Direct(args, learner.policy, sampled, chat, make_env,
                             lambda sampled: make_engine(args, sampled, chat, folder), sampling, job, state["step"])
@@ -829,7 +847,7 @@ def main(args: Args) -> dict:
             ledger.spent(clock.laps, **beside_s)
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = {"bytes": 0} if buffer is None else \
-                over_ranks(buffer.stats(now()), args.capacity) | drift_metrics(args, buffer, fit)
+                buffer_stats(args, buffer, now()) | drift_metrics(args, buffer, fit)
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
                 **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer, arrived, oldest) | merged(fresh, names)),
@@ -926,29 +944,22 @@ def replay_metrics(samples, args: Args) -> dict:
             "weight_min": ranks.lowest(min(sample.weights.min() for sample in samples))}
 
 
-OF_WHAT = {"replay_ratio": "added_total", "new_fraction": "drawn_total", "steps_since_last_use_mean": "drawn_total",
-           "evicted_unused_fraction": "evicted_total", "uses_of_retired_mean": "evicted_total",
-           "dropped_by_age_tokens_mean": "dropped_by_age_total"}
-
-
-def over_ranks(stats: dict, capacity: int) -> dict:
-    """The statistics of all ranks' shards of the buffer as one: sums of counts, extremes of extremes, means of the rest,
-    weighted by what they are means of (quantiles and the entropy: the mean over the shards)."""
-    shards, result = ranks.gathered(stats), {}
+def buffer_stats(args: Args, buffer, now: int) -> dict:
+    """`buffer.stats` over the shards of all ranks: sums of counts, extremes of extremes, means of the rest weighted by entries
+    (for quantiles and the entropy that is the mean over the shards)."""
+    shards = ranks.gathered(buffer.stats(now))
     if len(shards) == 1:
-        return stats
-    for name in stats:
-        rows = [shard for shard in shards if shard[name] is not None]
-        weights = [shard[OF_WHAT.get(name, "size")] for shard in rows]
-        if not rows or not sum(weights):
-            result[name] = None if not rows else rows[0][name]
-        elif name in ("size", "episodes", "bytes") or name.endswith("_total"):
-            result[name] = sum(shard[name] for shard in rows)
-        elif name.endswith(("_max", "_min")):
-            result[name] = (max if name.endswith("_max") else min)(shard[name] for shard in rows)
-        else:
-            result[name] = float(np.average([shard[name] for shard in rows], weights=weights))
-    return result | {"fill": result["size"] / capacity}
+        return shards[0]
+    result = dict.fromkeys(shards[0])
+    for name in result:
+        rows = [shard for shard in shards if shard[name] is not None and shard["size"]]
+        values = [shard[name] for shard in rows]
+        if name in ("size", "episodes", "bytes"):
+            result[name] = sum(shard[name] for shard in shards)
+        elif rows:
+            extreme = max if name.endswith("_max") else min if name.endswith("_min") else None
+            result[name] = extreme(values) if extreme else float(np.average(values, weights=[shard["size"] for shard in rows]))
+    return result | use_stats(ranks.total(buffer.counts)) | {"fill": result["size"] / args.capacity}
 
 
 def drift_metrics(args: Args, buffer, fit) -> dict:

@@ -10,7 +10,7 @@ import prefix_tree
 import ranks
 from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
                     m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
-from models import backbone, collate, micro_batches, pixel_inputs, token_logprobs
+from models import backbone, collate, micro_batches, pixel_inputs, recomputing, token_logprobs
 
 PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
@@ -107,21 +107,31 @@ def per_token(function, episodes, learner: Learner, kind: str = "values") -> tor
     """function(tokens_BT, mask_BT, pixels) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is
     what its cost is booked as, one of ledger.SCORED."""
     rows = [None] * len(episodes)
-    for micro in batches_of(learner, episodes):
+    passes = batches_of(learner, episodes)
+    idle = ranks.idle_passes(len(passes))
+    for micro in passes:
         learner.scored[kind] += tokens_read(learner, [episodes[row] for row in micro])
         tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
         mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
         pixels = pixels_of(learner, [episodes[row] for row in micro])
         for row, values_T in zip(micro, function(tokens_BT, mask_BT, pixels).cpu()):
             rows[row] = values_T[:len(episodes[row].tokens)]
+    for _ in range(idle):
+        function(*idle_row(learner))
     return padded(rows)
+
+
+def idle_row(learner: Learner) -> tuple:
+    """(tokens, mask, pixels) of a row for a pass that a rank takes part in for the others."""
+    return (torch.zeros(1, 2, dtype=torch.long, device=learner.device),
+            torch.tensor([[False, True]], device=learner.device), {})
 
 
 def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Tensor:
     """(B, T) log-probs of the episodes' action tokens under `model` now."""
     temperature = learner.args.temperature
-    return per_token(lambda tokens_BT, mask_BT, pixels: token_logprobs(model, tokens_BT, mask_BT, temperature, pixels=pixels)[0],
-                     episodes, learner, kind)
+    return per_token(lambda tokens_BT, mask_BT, pixels: ranks.forward(token_logprobs, model, tokens_BT, mask_BT, temperature,
+                                                                    pixels=pixels)[0], episodes, learner, kind)
 
 
 def sequence_log_ratios(learner: Learner, episodes) -> np.ndarray:
@@ -275,8 +285,8 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
     """(loss of the policy, loss of the critic or None, log-probs (B, T), sums of metrics over tokens) of a micro-batch."""
     args, objective = learner.args, objective_of(learner.args)
     mask_BT, weights_B, aggregation = batch["mask"], batch["weights"], objective.aggregation
-    logprobs_BT, entropy_BT = token_logprobs(learner.policy, batch["tokens"], mask_BT, args.temperature, bool(args.entropy_coef),
-                                             batch["pixels"])
+    logprobs_BT, entropy_BT = ranks.forward(token_logprobs, learner.policy, batch["tokens"], mask_BT, args.temperature,
+                                            bool(args.entropy_coef), batch["pixels"])
     if objective.loss == "tba":
         options = options | {"reference_logprobs_BT": batch["reference"], "log_z_B": batch["log_z"]}
     # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
@@ -305,6 +315,7 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
     return loss, critic_loss, logprobs_BT.detach().cpu(), sums
 
 
+@recomputing
 def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
     """Adds the gradient of one optimiser step over `episodes` (of all ranks) to policy and critic; returns the step's metrics.
 
@@ -320,7 +331,9 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     signal_B = rows["advantages"].ne(0).any(1)
     chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
     order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
-    for micro in batches_of(learner, [episodes[row] for row in chosen]):
+    passes = batches_of(learner, [episodes[row] for row in chosen])
+    idle = ranks.idle_passes(len(passes))
+    for micro in passes:
         picked = chosen[micro]
         width = max(len(episodes[row].tokens) for row in picked)
         batch = {name: (tensor[picked, :width] if tensor.ndim == 2 else tensor[picked]).to(learner.device)
@@ -335,6 +348,12 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         totals = {name: totals.get(name, 0) + value for name, value in sums.items()}
         order += picked.tolist()
         seen += list(logprobs_BT)
+    for _ in range(idle):  # the forward and backward passes of a micro-batch, in the same order
+        tokens_BT, mask_BT, pixels = idle_row(learner)
+        outputs = [ranks.forward(token_logprobs, learner.policy, tokens_BT, mask_BT)[0]]
+        outputs += [learner.critic(tokens_BT, mask_BT, pixels)] if learner.critic is not None else []
+        for output in outputs:
+            (0 * output.sum()).backward()
 
     totals = ranks.total(totals)
     if totals["tokens_trained"]:
@@ -358,14 +377,19 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
 
 def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
     """One optimiser step on `episodes`, or none where nothing carries signal or something is not finite."""
-    args, clip = learner.args, learner.accelerator.clip_grad_norm_
+    args = learner.args
+
+    def clipped(module) -> float:
+        """The norm of its gradient before the clipping."""
+        return float(ranks.whole(torch.nn.utils.clip_grad_norm_(module.parameters(), args.max_grad_norm)))
+
     metrics = gradients(learner, episodes, weights, ages, proximal_BT, replayed)
     trained = metrics["tokens_trained"] > 0
     metrics |= {"lr": learner.schedule.get_last_lr()[0], "without_signal": int(not trained),
-                "grad_norm": float(clip(learner.policy.parameters(), args.max_grad_norm)) if trained else 0.0}
+                "grad_norm": clipped(learner.policy) if trained else 0.0}
     checked = [metrics["loss"], metrics["grad_norm"]]
     if learner.critic is not None:
-        metrics["critic_grad_norm"] = float(clip(learner.critic.parameters(), args.max_grad_norm)) if trained else 0.0
+        metrics["critic_grad_norm"] = clipped(learner.critic) if trained else 0.0
         checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
     metrics["nonfinite"] = int(not all(map(math.isfinite, checked)))
     metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))

@@ -20,6 +20,7 @@ import urllib3
 from PIL import Image
 from safetensors.torch import save_file
 
+import ranks
 from models import banned_tokens, pixel_inputs, token_logprobs
 from rollout import Completion
 
@@ -50,11 +51,11 @@ def plain_weights(policy):
     lora = hasattr(policy, "peft_config")
     model = policy.get_base_model() if lora else policy
     for name, parameter in model.named_parameters():
-        weight = parameter.detach()
+        weight = ranks.whole(parameter.detach())
         if lora and name.endswith(".base_layer.weight"):
             layer = model.get_submodule(name.removesuffix(".base_layer.weight"))
             for adapter in layer.active_adapters:
-                weight = weight + layer.get_delta_weight(adapter).detach()
+                weight = weight + ranks.whole(layer.get_delta_weight(adapter).detach())
         if not lora or ".lora_" not in name:
             yield name.replace(".base_layer.", "."), weight
 
