@@ -1,0 +1,327 @@
+"""Many processes: two of them on the CPU (gloo), through the real command line, against one."""
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, train
+from safetensors.torch import load_file
+
+import losses
+import ranks
+from buffer import Episode, ReplayBuffer, use_stats
+from models import layers_of, load_policy
+from train import Args, make_learner
+from update import gradients
+
+FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
+
+
+def make_episode(tokens=range(6, 12), advantage=1.0, group_id=0, policy_step=0) -> Episode:
+    """The second half is sampled."""
+    tokens = np.array(tokens)
+    mask = np.arange(len(tokens)) >= len(tokens) // 2
+    return Episode(tokens=tokens, action_mask=mask, behavior_logprobs=-1.0 * mask, advantages=advantage * mask,
+                   turn_ends=[len(tokens)], turn_rewards=[1.0], reward=1.0, score=1.0, problem_id=0, group_id=group_id,
+                   policy_step=policy_step, last_policy_step=policy_step, iteration=0, info={"success": True})
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launched(*command, check=True, **environment):
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=500, cwd=ROOT,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def torchrun(*flags, processes=2, script="train.py", **how):
+    return launched("-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(),
+                    script, *flags, **how)
+
+
+def accelerate(*flags, config=FSDP, **how):
+    return launched("-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", 2,
+                    "--main_process_port", free_port(), "train.py", *flags, **how)
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def agree(one, two, tolerance=1e-5, but=()):
+    """All metrics of two runs but times, to rounding."""
+    lines = list(zip(metrics_of(one), metrics_of(two), strict=True))
+    assert lines
+    for a, b in lines:
+        assert a.keys() == b.keys()
+        for name in a:
+            if not name.startswith(("time/", *but)) and a[name] != b[name]:
+                assert a[name] is not None and b[name] is not None and math.isclose(
+                    a[name], b[name], rel_tol=tolerance, abs_tol=tolerance), (a["iteration"], name, a[name], b[name])
+
+
+# five groups on two ranks, five mini-batches: in each of them one rank has no row
+UNEVEN = ["--iterations", "2", "--problems-per-iteration", "5", "--minibatches", "5", "--eval-problems", "17"]
+
+
+def test_two_ranks_are_one_process(tmp_path, quick_flags):
+    """A run of one process and of two are the same run: the same episodes, statistics over all rows (whitening), one
+    denominator, the same steps; each rank keeps its shard of the buffer, and what is written is written once."""
+    flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path, "--algo", "reinforce++", "--replay-updates", "0"]
+    train(*flags, "--name", "one")
+    done = torchrun(*flags, "--name", "two")
+    assert "processes: 2" in done.stdout and done.stdout.count("held-out success") == 1
+    agree(tmp_path / "one", tmp_path / "two", but=("buffer/",))
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        lines = [len((tmp_path / run / name).read_text().splitlines()) for run in ("one", "two")]
+        assert lines[0] == lines[1], name
+    one, two = ([json.loads(line) for line in (tmp_path / run / "episodes.jsonl").read_text().splitlines()]
+                for run in ("one", "two"))
+    assert [row["transcript"] for row in one] == [row["transcript"] for row in two]
+    checkpoint = max((tmp_path / "two" / "checkpoints").iterdir())
+    shards = [ReplayBuffer.load(checkpoint / name) for name in ("buffer", "buffer.1")]
+    assert [shard.capacity for shard in shards] == [512, 512]
+    groups = [{members[0].group_id for members in shard.members if members} for shard in shards]
+    assert not groups[0] & groups[1], "a group is split over the ranks"
+    assert metrics_of(tmp_path / "two")[-1]["buffer/size"] == sum(map(len, shards))
+
+
+# ---------------------------------------------------------------------------------------------- without processes
+
+
+class Others:
+    """Two ranks in one process, one after the other: what a rank says is kept for the next round, in which both are heard."""
+
+    def __init__(self, monkeypatch):
+        self.said, self.heard, self.here = [[], []], None, 0
+        monkeypatch.setattr(ranks, "world", lambda: 2)
+        monkeypatch.setattr(ranks, "rank", lambda: self.here)
+        monkeypatch.setattr(ranks, "gathered", self.gathered)
+
+    def gathered(self, value):
+        self.said[self.here].append(value)
+        place = len(self.said[self.here]) - 1
+        known = [said[place] if len(said) > place else value for said in (self.heard or self.said)]
+        known[self.here] = value
+        return known
+
+    def run(self, function, rounds=4):
+        """[function(0), function(1)], once what both say does not change any more."""
+        for _ in range(rounds):
+            results = []
+            for self.here in (0, 1):
+                results.append(function(self.here))
+            self.heard, self.said = self.said, [[], []]
+        return results
+
+
+def test_whitening_and_the_largest_weight_are_of_all_ranks(monkeypatch):
+    values_BT, mask_BT = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.rand(6, 5) < 0.7
+    whole_BT = losses.whitened(values_BT, mask_BT)
+    denominator = losses.step_denominator(mask_BT, "token_mean")
+    buffers = [ReplayBuffer(8, alpha=1.0, tau=math.inf, beta=1.0, seed=seed) for seed in (0, 1)]
+    for buffer, scale in zip(buffers, (1.0, 4.0)):
+        buffer.add([make_episode(advantage=scale * (1 + row)) for row in range(8)], step=0)
+
+    def one(rank):
+        rows = slice(0, 2) if rank == 0 else slice(2, 6)
+        part_BT = losses.whitened(values_BT[rows], mask_BT[rows], joined=ranks.joined)
+        torch.testing.assert_close(part_BT, whole_BT[rows]) if others.heard else None
+        count = losses.step_denominator(mask_BT[rows], "token_mean", total=ranks.total)
+        buffer = buffers[rank]
+        buffer.rng = np.random.default_rng(rank)
+        sample = buffer.sample(3, 0, lowest=ranks.lowest)
+        return count, sample
+
+    others = Others(monkeypatch)
+    (count, first), (_, second) = others.run(one)
+    assert count == denominator
+    inclusion = np.concatenate([first.inclusion, second.inclusion])
+    np.testing.assert_allclose(np.concatenate([first.weights, second.weights]), inclusion.min() / inclusion, rtol=1e-6)
+
+
+def test_shares_cover_everything_once(monkeypatch):
+    for processes in (1, 2, 3, 8):
+        monkeypatch.setattr(ranks, "world", lambda: processes)
+        for count in (8, 9, 64, 67):
+            parts = []
+            for place in range(processes):
+                monkeypatch.setattr(ranks, "rank", lambda: place)
+                parts += list(range(count))[ranks.share(count)]
+                assert ranks.share_size(count) in (count // processes, count // processes + 1)
+            assert parts == list(range(count))
+
+
+@pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (1, 2), (2, 5)])
+def test_resharding_keeps_every_entry(before, after):
+    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks; groups stay whole."""
+    shards = []
+    for rank in range(before):
+        shard = ReplayBuffer(40, tau=7.0, seed=rank)
+        for step in range(3):
+            shard.add([make_episode(group_id=100 * step + 10 * rank + row // 4, policy_step=step, advantage=1 + row + rank)
+                       for row in range(8)], step=step)
+            shard.sample(4, step)
+        shards.append(shard)
+    parts = []
+    for rank in range(after):
+        part = ReplayBuffer(40 * before, tau=3.0, seed=rank)
+        part.take_share(shards, rank, after)
+        part.check_valid()
+        parts.append(part)
+
+    def facts(buffers):
+        return sorted((buffer.members[slot][0].group_id, float(buffer.log_base[slot]), int(buffer.birthday[slot]),
+                       int(buffer.uses[slot]), int(buffer.last_use[slot])) for buffer in buffers for slot in buffer._live())
+
+    assert facts(parts) == facts(shards)
+    groups = [{members[0].group_id for members in part.members if members} for part in parts]
+    assert sum(map(len, groups)) == len(set.union(*groups))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 4
+    totals = [use_stats({name: sum(buffer.counts[name] for buffer in buffers) for name in shards[0].counts})
+              for buffers in (shards, parts)]
+    assert totals[0] == totals[1]
+    assert {part.tau for part in parts} == {7.0} and {part.counts["draws"] for part in parts} == {3}
+    for part in parts:
+        part.sample(2, 3)
+        part.add([make_episode(group_id=999)], step=3)
+        part.check_valid()
+
+
+def test_a_full_buffer_is_resharded_within_capacity():
+    full = ReplayBuffer(10, seed=0)
+    full.add([make_episode(group_id=row // 5, policy_step=row // 5) for row in range(10)], step=2)
+    parts = [ReplayBuffer(4 if rank else 6) for rank in (0, 1)]
+    for rank, part in enumerate(parts):
+        part.take_share([full], rank, 2)
+        part.check_valid()
+    assert [len(part) for part in parts] == [5, 4] and parts[1].counts["evicted"] == 1
+    with pytest.raises(ValueError, match="alpha"):
+        ReplayBuffer(4, alpha=0.9).take_share([full], 0, 1)
+
+
+# ------------------------------------------------------------------------------------------------ how it is started
+
+
+def started(monkeypatch, **environment):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    return ranks.start()
+
+
+def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
+    assert started(monkeypatch).num_processes == 1
+    with pytest.raises(ValueError, match="silently started one.*torchrun"):
+        started(monkeypatch, MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="no")
+    with pytest.raises(ValueError, match=r"4 processes \(WORLD_SIZE\), but this one sees 1"):
+        started(monkeypatch, WORLD_SIZE="4")
+    with pytest.raises(ValueError, match="fsdp_version"):
+        started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
+    with pytest.raises(ValueError, match="gradient-checkpointing"):
+        started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_ACTIVATION_CHECKPOINTING="true")
+
+
+@pytest.mark.slow
+def test_accelerate_that_starts_one_process_is_refused(tmp_path, quick_flags):
+    done = launched("-m", "accelerate.commands.launch", "--cpu", "--num_processes", 2, "train.py", *quick_flags,
+                    "--runs-dir", tmp_path, check=False)
+    assert done.returncode != 0 and "torchrun --nproc_per_node" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
+    done = torchrun(*quick_flags, "--problems-per-iteration", 1, "--runs-dir", tmp_path, check=False)
+    assert "--problems-per-iteration 1 is less than the 2 processes" in done.stderr and not list(tmp_path.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------- equal to one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    ["--algo", "ppo", "--replay-updates", "0"],
+    ["--algo", "m2po", "--kl-coef", "0.01", "--fresh-epochs", "2", "--replay-updates", "0", "--problem-sampler", "heap"],
+    ["--algo", "decoupled_ppo", "--lora-rank", "4", "--replay-updates", "0"],
+    ["--algo", "tba", "--replay", "none"]], ids=lambda flags: flags[1])
+def test_every_kind_of_update_is_that_of_one_process(tmp_path, quick_flags, flags):
+    for name, start in (("one", train), ("two", torchrun)):
+        start(*quick_flags, *UNEVEN, "--runs-dir", tmp_path, *flags, "--name", name)
+    agree(tmp_path / "one", tmp_path / "two", but=("buffer/", "fresh/value_clip_fraction"))  # a count of ties to rounding
+
+
+@pytest.mark.slow
+def test_replay_over_ranks_and_its_resharding(tmp_path, quick_flags):
+    """Replay, --tau auto and a critic on two ranks; then the run goes on with one process, and with two again."""
+    run = tmp_path / "two"
+    torchrun(*quick_flags, *UNEVEN, "--runs-dir", tmp_path, "--name", "two", "--algo", "ppo", "--priority", "td_error", "--tau",
+             "auto", "--probe-episodes", 8, "--iterations", 3)
+    before = metrics_of(run)[-1]
+    assert before["replay/updates"] == 2 and before["buffer/size"] == 60 and before["buffer/added_total"] == 60
+    train("--resume", run, "--iterations", 4)
+    after = metrics_of(run)[-1]
+    assert after["buffer/size"] == 80 and after["buffer/drawn_total"] == before["buffer/drawn_total"] + 12
+    torchrun("--resume", run, "--iterations", 5)
+    last = metrics_of(run)[-1]
+    assert last["buffer/size"] == 100 and last["buffer/drawn_total"] == before["buffer/drawn_total"] + 24
+    assert last["iteration"] == 5 and last["episodes"] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--gradient-checkpointing", "true"], ["--lora-rank", "4", "--kl-coef", "0.01"]],
+                         ids=["full", "lora"])
+def test_sharded_weights_give_the_same_run(tmp_path, quick_flags, flags):
+    """FSDP2 through configs/accelerate/fsdp2.yaml; the checkpoint is whole, and goes on with one process."""
+    flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path, "--algo", "dapo", "--replay-updates", "0", *flags]
+    train(*flags, "--name", "one")
+    accelerate(*flags, "--name", "two")
+    agree(tmp_path / "one", tmp_path / "two", but=("buffer/",))
+    one, two = (max((tmp_path / run / "checkpoints").iterdir()) for run in ("one", "two"))
+    for file in (*one.glob("*model.safetensors"), one / "policy_optimizer.safetensors"):
+        ours, theirs = load_file(file), load_file(two / file.name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.allclose(ours[name], theirs[name], atol=2e-5) for name in ours)
+    assert "FSDP" not in "".join(path.read_text() for path in two.glob("*config.json"))
+    for name, start in (("one", train), ("two", accelerate)):
+        start("--resume", tmp_path / name, "--iterations", 3)
+    agree(tmp_path / "one", tmp_path / "two", tolerance=1e-4, but=("buffer/",))
+
+
+def test_ddp_and_fsdp_configs_say_what_they_do():
+    for path in sorted(FSDP.parent.glob("*.yaml")):
+        config = yaml.safe_load(path.read_text())
+        assert config["mixed_precision"] == "no" and path.read_text().startswith("#")
+
+
+# --------------------------------------------------------------------------------------------- gradient checkpointing
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tiny_folder, monkeypatch):
+    """Layers are really computed twice, dropout stays off, and sampling is not touched."""
+    rng, calls = np.random.default_rng(0), []
+    episodes = [make_episode(tokens=rng.integers(6, 40, 12 + row), advantage=1.0 - row) for row in range(4)]
+    found = []
+    for flag in (False, True):
+        learner = make_learner(Args(algo="ppo", gradient_checkpointing=flag, entropy_coef=0.01), load_policy(tiny_folder)[0])
+        layer = layers_of(learner.policy)[0]
+        hook = layer.self_attn.register_forward_hook(lambda module, *_: calls.append((flag, module.training)))
+        for episode in episodes:
+            episode.values = np.zeros(len(episode.tokens), np.float32)
+        gradients(learner, episodes)
+        hook.remove()
+        assert not layer.training
+        found.append([parameter.grad for module in (learner.policy, learner.critic) for parameter in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert calls.count((True, False)) == 2 * calls.count((False, False)) and not any(training for _, training in calls)
