@@ -165,7 +165,7 @@ def test_shares_cover_everything_once(monkeypatch):
 
 @pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (1, 2), (2, 5)])
 def test_resharding_keeps_every_entry(before, after):
-    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks; groups stay whole."""
+    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks."""
     shards = []
     for rank in range(before):
         shard = ReplayBuffer(40, tau=7.0, seed=rank)
