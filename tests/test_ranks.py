@@ -60,13 +60,13 @@ def metrics_of(run):
 
 
 def agree(one, two, tolerance=1e-5, but=()):
-    """All metrics of two runs but times, to rounding."""
+    """All metrics of two runs but times and costs (rows are batched otherwise), to rounding."""
     lines = list(zip(metrics_of(one), metrics_of(two), strict=True))
     assert lines
     for a, b in lines:
         assert a.keys() == b.keys()
         for name in a:
-            if not name.startswith(("time/", *but)) and a[name] != b[name]:
+            if not name.startswith(("time/", "cost/", *but)) and a[name] != b[name]:
                 assert a[name] is not None and b[name] is not None and math.isclose(
                     a[name], b[name], rel_tol=tolerance, abs_tol=tolerance), (a["iteration"], name, a[name], b[name])
 
