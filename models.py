@@ -5,6 +5,7 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -32,6 +33,8 @@ from smollm2 import smollm2_folder
 
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
+logging.getLogger("transformers.configuration_utils").addFilter(  # Idefics3's own default contradicts itself; ours does not
+    lambda record: "got 128002" not in record.getMessage())
 
 
 # ------------------------------------------------------------------------------------------------- tokens and log-probs

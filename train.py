@@ -450,12 +450,13 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"{flag('engine')} with {flag('async_rollouts')}: give one server's address for each sampler, with commas between")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
-    if args.model not in ("tiny", "tiny-vlm") and not args.resume:  # two defaults that are for the tiny policy
-        for name, value in (("max_new_tokens", 128), ("lr", 1e-6)):
-            if name not in given | in_config:
-                setattr(args, name, value)
-                if not args.quiet:
-                    print(f"--{name.replace('_', '-')} {value:g}: the default for --model {args.model}")
+    # two defaults that are for the tiny policy; the one with eyes says what it sees
+    others = {"tiny": {}, "tiny-vlm": {"max_new_tokens": 12}}.get(args.model, {"max_new_tokens": 128, "lr": 1e-6})
+    for name, value in others.items():
+        if name not in given | in_config and not args.resume:
+            setattr(args, name, value)
+            if not args.quiet:
+                print(f"--{name.replace('_', '-')} {value:g}: the default for --model {args.model}")
     objective = objective_of(args)
     kind = objective.advantage
     if args.replay == "none":

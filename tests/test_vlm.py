@@ -3,8 +3,6 @@ import functools
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import viewer
 from buffer import ReplayBuffer
-from conftest import ROOT, train
+from conftest import train
 from envs import FrozenLake
 from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, token_logprobs,
                     warm_started_tiny)
@@ -197,6 +196,12 @@ def test_a_sync_forgets_what_the_old_eyes_saw(folder, policy):
     assert worst() < 1e-4
 
 
+def test_the_tiny_vlm_gets_defaults_that_fit_it():
+    args = parse_args(["--model", "tiny-vlm"])
+    assert args.env_options == {"prompt": "tiny", "view": "image", "cell_pixels": "16"}
+    assert (args.max_new_tokens, args.lr) == (12, 1e-3)
+
+
 def test_a_model_without_eyes_is_refused(tiny_folder, capsys):
     with pytest.raises(SystemExit):
         make_engine(parse_args(["--env-options", "view", "image", "--model", str(tiny_folder)]), *load_tiny(tiny_folder), tiny_folder)
@@ -366,7 +371,7 @@ def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache,
     assert all((tmp_path / "whole" / frame).read_bytes().startswith(b"\x89PNG") for frame in frames)
     table = json.loads(next((tmp_path / "whole").rglob("*.table.json")).read_text())
     assert table["columns"][-1] == "frames" and len(table["data"][0][-1]) == sum("image" in turn for turn in records[0]["transcript"])
-    subprocess.run([sys.executable, ROOT / "eval.py", "show", tmp_path / "whole"], check=True)
+    viewer.main([str(tmp_path / "whole")])
     assert (tmp_path / "whole" / "episodes.html").read_text().count("data:image/png") == len(set(frames))
 
 
