@@ -782,8 +782,10 @@ class ReplayBuffer:
         their share of the draw's mass; `uses`: how many were used 0, 1, ... 7, and 8 or more times."""
         if not self.ready(1, step):
             return {"age": [], "count": [], "mass": [], "priority": [], "uses": [0] * 9}
-        ids, p = self.probabilities(step)
-        slots = self._slots(ids)
+        slots = np.setdiff1d(self._live(), self._expired(step))
+        slots = slots[np.argsort(self.id[slots])]
+        drawable = self.sampler != "prioritized" or self._log_weights(slots).max() > -math.inf  # else only fresh_fraction draws
+        p = self.probabilities(step)[1] if drawable else np.zeros(len(slots))
         ages = step - self.birthday[slots]
         if len(np.unique(ages)) > bins:
             width = -(-(int(ages.max()) + 1) // bins)

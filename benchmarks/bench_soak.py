@@ -5,7 +5,8 @@
 
 The real command line, on a terminal of its own so that the dashboard runs too, with PPO (policy and critic, small ones: what is
 looked for does not depend on their size), a full buffer of 32, evaluation, checkpoints and wandb offline. Read from outside, from
-/proc: resident memory and open files of the trainer, resident memory of its child processes (wandb's).
+/proc: resident memory and open files of the trainer, resident memory of its child processes (wandb's). Every ten seconds the
+trainer gives back what malloc holds but nobody uses, so that only what is in use counts; --trim False shows it with that.
 """
 import json
 import os
@@ -28,8 +29,23 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 FLAGS = ("--algo ppo --problems-per-iteration 1 --group-size 2 --capacity 32 --replay-batch-size 4 --replay-updates 1 --lr 1e-5 "
-         "--critic-lr 1e-4 --train-problems 64 --eval-problems 8 --eval-every 50 --checkpoint-every 100 --tau auto "
-         "--probe-episodes 4 --problem-sampler heap --max-turns 4 --max-new-tokens 4 --wandb offline").split()
+         "--critic-lr 1e-4 --train-problems 64 --eval-problems 4 --eval-every 50 --checkpoint-every 100 --tau auto "
+         "--probe-episodes 4 --problem-sampler heap --max-turns 2 --max-new-tokens 4 --wandb offline").split()
+
+
+TRIMMED = """
+import ctypes, os, runpy, sys, threading, time
+
+def trim():
+    while True:
+        time.sleep(10)
+        ctypes.CDLL(None).malloc_trim(0)
+
+threading.Thread(target=trim, daemon=True).start()
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def small_policy(folder: Path):
@@ -52,6 +68,8 @@ class SoakArgs:
     iterations: int = 2000
     seconds: float = 5.0
     """Between two readings."""
+    trim: bool = True
+    """Give back free memory that malloc holds, every ten seconds."""
     figure: str = str(Path(__file__).parent / "soak.png")
 
 
@@ -76,7 +94,8 @@ def watch(args: SoakArgs, folder: Path) -> list[dict]:
     """Runs the loop; readings {iteration, rss, files, children_rss, children}."""
     terminal, slave = pty.openpty()
     small_policy(folder / "policy")
-    command = [sys.executable, str(ROOT / "train.py"), *FLAGS, "--model", str(folder / "policy"), "--runs-dir", str(folder),
+    command = [sys.executable, *["-c", TRIMMED] * args.trim, str(ROOT / "train.py"), *FLAGS,
+               "--model", str(folder / "policy"), "--runs-dir", str(folder),
                "--env-options", "prompt", "tiny", "--iterations", str(args.iterations), "--name", "soak"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave,
                                env=os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"})
@@ -150,4 +169,4 @@ def main(args: SoakArgs):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(SoakArgs, description=__doc__))
+    main(tyro.cli(SoakArgs, description=__doc__, config=(tyro.conf.FlagConversionOff,)))

@@ -111,7 +111,7 @@ def task(tmp_path_factory):
     return folder
 
 
-@fuzz(quick=10, wide=150, phases=[Phase.generate], options=SETTINGS)  # runs are too slow to shrink
+@fuzz(quick=10, wide=80, phases=[Phase.generate], options=SETTINGS)  # runs are too slow to shrink
 def runs_or_is_refused(nano, task, capsys, options):  # noqa: F811
     fixed = ["--model", str(nano), "--env", f"{task / 'task.py'}:Task", "--wandb", "off", "--quiet", "True", "--name", "run",
              "--runs-dir", str(task), "--iterations", "2", "--eval-problems", "4"]
@@ -149,7 +149,7 @@ def wrong_values(kind):
 WRONG = [(field.name, value) for field in fields(Args) for value in wrong_values(get_type_hints(Args)[field.name])]
 
 
-@fuzz(quick=25, wide=400, wrong=st.sampled_from(WRONG))
+@fuzz(quick=25, wide=150, wrong=st.sampled_from(WRONG))
 def a_wrong_value_is_refused(capsys, wrong):
     name, value = wrong
     with pytest.raises(SystemExit) as stop:
@@ -188,7 +188,7 @@ PARSERS = {
     "passage": search_qa.split_contents}
 
 
-@fuzz(quick=80, wide=3000, text=TEXT)
+@fuzz(quick=80, wide=1500, text=TEXT)
 def parsers_survive(text):
     found = {name: parse(text) for name, parse in PARSERS.items()}
     assert found["one word"] in (None, 0, 1)
@@ -276,7 +276,7 @@ def random_rows(seed: int, scale: float):
     return logprobs_BT.requires_grad_(), behavior_BT, advantages_BT, mask_BT, torch.rand(B), torch.randint(0, 2, (B,))
 
 
-@fuzz(quick=150, wide=4000, seed=st.integers(0, 10**6), scale=st.sampled_from([0.1, 5.0, 100.0, 1e4]),
+@fuzz(quick=150, wide=1500, seed=st.integers(0, 10**6), scale=st.sampled_from([0.1, 5.0, 100.0, 1e4]),
       kind=st.sampled_from(list(LOSSES)), aggregation=st.sampled_from(list(AGGREGATIONS)),
       correction=st.sampled_from([None, *CORRECTIONS]))
 def losses_are_finite(seed, scale, kind, aggregation, correction):
@@ -300,8 +300,8 @@ def losses_are_finite(seed, scale, kind, aggregation, correction):
     grad_BT = logprobs_BT.grad
     assert math.isfinite(loss.item()) and grad_BT.isfinite().all() and not grad_BT[~mask_BT].any()
     assert all(math.isfinite(value) for value in metrics.values())
-    again, _ = of(order.flip(0), 3, logprobs_BT.detach().requires_grad_())  # other order of rows, padding full of NaN
-    assert again.item() == pytest.approx(loss.item(), rel=1e-4, abs=1e-4 * max(1.0, advantages_BT.abs().max().item()))
+    (loss, _), (again, _) = of(order, 0, logprobs_BT.double()), of(order.flip(0), 3, logprobs_BT.double())
+    assert again.item() == pytest.approx(loss.item(), rel=1e-6, abs=1e-6)  # other order of rows, padding full of NaN
     numbers = diagnostics(logprobs_BT.detach(), behavior_BT, advantages_BT, mask_BT)
     assert all(value is None or math.isfinite(value) for value in numbers.values())
     for each in KLS:
@@ -312,7 +312,7 @@ def losses_are_finite(seed, scale, kind, aggregation, correction):
 test_losses_are_finite_and_see_no_padding, test_losses_widely = losses_are_finite
 
 
-@fuzz(quick=80, wide=2000, seed=st.integers(0, 10**6), kind=st.sampled_from(list(ADVANTAGES)),
+@fuzz(quick=80, wide=1000, seed=st.integers(0, 10**6), kind=st.sampled_from(list(ADVANTAGES)),
       size=st.sampled_from([0.0, 1e-12, 1.0, 1e8]), lost=st.booleans())
 def advantages_are_finite(seed, kind, size, lost):
     _, _, values_BT, mask_BT, rewards_B, groups_B = random_rows(seed, 1.0)
@@ -348,7 +348,7 @@ BUFFERS = st.fixed_dictionaries({"capacity": st.integers(1, 6)}, optional={name:
     "fresh_fraction": [0.0, 0.4, 1.0], "min_size": [0, 1]}.items()})
 
 
-@fuzz(quick=60, wide=2000, options=BUFFERS, seed=st.integers(0, 10**6), start=st.sampled_from([0, 10**9, 2**61]))
+@fuzz(quick=60, wide=1000, options=BUFFERS, seed=st.integers(0, 10**6), start=st.sampled_from([0, 10**9, 2**61]))
 def a_buffer_that_is_ready_draws(options, seed, start):
     buffer, rng, step = ReplayBuffer(**options), np.random.default_rng(seed), start
     for _ in range(6):
@@ -363,9 +363,8 @@ def a_buffer_that_is_ready_draws(options, seed, start):
                 buffer.sample(n, step)
             continue
         assert buffer.refusal(n, step) is None
-        if len(buffer):
-            _, p = buffer.probabilities(step) if buffer.ready(1, step) else (None, np.ones(1))
-            assert p.sum() == pytest.approx(1.0)
+        held = buffer.by_age(step)
+        assert not held["age"] or sum(held["mass"]) == pytest.approx(1.0) or not any(held["priority"])
         sample = buffer.sample(n, step)
         assert len(set(sample.ids.tolist())) <= n and np.isfinite(sample.weights).all() and (sample.weights >= 0).all()
         assert sample.weights.max() == 1.0 and (sample.ages >= 0).all() and (sample.inclusion > 0).all()
@@ -373,3 +372,11 @@ def a_buffer_that_is_ready_draws(options, seed, start):
 
 
 test_a_buffer_draws_exactly_when_it_says_so, test_buffers_widely = a_buffer_that_is_ready_draws
+
+
+def test_what_is_held_can_be_told_where_no_priority_is_above_zero():
+    buffer = ReplayBuffer(4, eps=0.0, fresh_fraction=1.0)
+    buffer.add([episode([1, 0], [0, 1], advantage=0.0)] * 2, step=0)
+    assert len(buffer.sample(2, 0).episodes) == 2  # the newest need no priority
+    held = buffer.by_age(0)
+    assert (held["count"], held["mass"], held["priority"]) == ([2], [0.0], [0.0])
