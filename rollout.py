@@ -116,7 +116,7 @@ class HFEngine:
         self.cache = SlotCache()
         self.slots = []  # the conversation in each slot
         self.cached = {}  # conversation: its tokens whose keys and values are there
-        self.image_names, self.features = {}, {}  # content of an image: its name, below 0; name: its hidden states (tokens, H)
+        self.image_names, self.features = {}, {}  # content: names, below 0, of its tiles; name: hidden states (tokens, H)
         self.grids, self.shifts = {}, {}  # name: rows and columns; conversation: position less place of its next token
 
     def release(self):
@@ -190,26 +190,29 @@ class HFEngine:
         return any(string in tail for string in stop)
 
     def with_names(self, sequences, images) -> list[list[int]]:
-        """The sequences with each image's placeholders replaced by its name, so that what is the same to the model is the same
-        here. What an image looks like to the language model is computed once for each content."""
+        """The sequences with each image's placeholders replaced by its name (its tiles' names), so that what is the same to the
+        model is the same here. What an image looks like to the language model is computed once for each content."""
         keys = [[(image.shape, image.tobytes()) for image in row] for row in images]
         new = {key: image for row, more in zip(keys, images) for key, image in zip(row, more) if key not in self.image_names}
-        for first in range(0, len(new), PREFILL_IMAGES):
-            part = list(new.items())[first:first + PREFILL_IMAGES]
+        tiled = getattr(self.image_processor, "do_image_splitting", False)  # an image may come as several then
+        together = 1 if tiled else PREFILL_IMAGES
+        for first in range(0, len(new), together):
+            part = list(new.items())[first:first + together]
             pixels = pixel_inputs(self.image_processor, [[image for _, image in part]], self.model.device)
             seen = self.model.get_image_features(**pixels)
             if getattr(seen, "deepstack_features", None) is not None:
                 raise ValueError(f"--engine hf cannot give images to {self.model.config.model_type}, which feeds them to several "
                                  "layers")
-            for place, ((key, _), state_TH) in enumerate(zip(part, seen.pooler_output)):
-                self.image_names[key] = name = -1 - len(self.image_names)
+            for place, state_TH in enumerate(seen.pooler_output):
+                name = -1 - len(self.features)
                 self.features[name] = state_TH
+                self.image_names.setdefault(part[min(place, len(part) - 1)][0], []).append(name)
                 if self.mrope:
                     self.grids[name] = (pixels["image_grid_thw"][place, 1:] //
                                         self.model.config.vision_config.spatial_merge_size).tolist()
         placeholder, named = self.model.config.image_token_id, []
         for sequence, row in zip(sequences, keys):
-            names = [name for key in row for name in [self.image_names[key]] * len(self.features[self.image_names[key]])]
+            names = [name for key in row for part in self.image_names[key] for name in [part] * len(self.features[part])]
             if sequence.count(placeholder) != len(names):
                 raise ValueError(f"{len(row)} images of {len(names)} tokens for {sequence.count(placeholder)} placeholders")
             name_of = iter(names)

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Idefics3ForConditionalGeneration
 
 import viewer
 from buffer import ReplayBuffer
 from conftest import train
 from envs import FrozenLake
-from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, token_logprobs,
-                    warm_started_tiny)
+from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, tiny_processor,
+                    tiny_vlm_config, token_logprobs, warm_started_tiny)
 from rollout import HFEngine, collect
 from sokoban import Sokoban
 from test_buffer import make
@@ -388,6 +389,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(flags, words, ca
 
 
 # ------------------------------------------------------------------------------------------------ the Qwen-VL family
+
+
+def test_images_that_the_processor_splits(policy):
+    """As SmolVLM has them: tiles and the whole, each with its own tokens between markers of rows and columns."""
+    processor = tiny_processor("", 64)
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": [f"<row_{row}_col_{column}>" for row in range(1, 5)
+                                                                          for column in range(1, 5)]}, replace_extra_special_tokens=False)
+    processor.image_processor.do_image_splitting, processor.image_processor.size = True, {"longest_edge": 128}
+    torch.manual_seed(0)
+    split = Idefics3ForConditionalGeneration(tiny_vlm_config(processor)).eval(), Chat(processor)
+    episodes, _ = play(split, range(4), range(4), max_turns=3, make_env=functools.partial(lake, cell_pixels=32))
+    assert max(len(episode.images) for episode in episodes) == 3 and processor.tokenizer.unk_token_id not in episodes[0].tokens[:20]
+    for episode in episodes:
+        assert (episode.tokens == split[0].config.image_token_id).sum() == 5 * 16 * len(episode.images)  # 2 x 2 tiles, the whole
+        assert np.abs(replayed(split, episode) - episode.behavior_logprobs).max() < 1e-4
 
 
 def test_a_random_qwen_vl_samples_what_it_trains_on():
