@@ -158,12 +158,10 @@ def end_with_parent():
     os._exit(1)
 
 
-def sampler_process(args, folder, gpu: str | None, play: dict, pipe, version, stop, path: Path):
+def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
     """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error's traceback, or that it is ready."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
     threading.Thread(target=end_with_parent, daemon=True).start()
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read at the first use of CUDA
     try:
         from train import make_engine  # train.py imports this module
         make_env = make_env_factory(args.env, args.env_options)
@@ -208,6 +206,19 @@ def visible_gpus() -> list[str]:
     return named or [str(number) for number in range(torch.cuda.device_count())]
 
 
+@contextlib.contextmanager
+def environment(name: str, value: str | None):
+    """Processes that are started meanwhile have the variable, unless value is None; it must be there before they import."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    yield
+    if value is not None and before is None:
+        del os.environ[name]
+    elif value is not None:
+        os.environ[name] = before
+
+
 @dataclass
 class Sampler:
     number: int
@@ -249,8 +260,9 @@ class Samplers:
         args.engine, args.quiet = args.engine.split(",")[number % len(args.engine.split(","))], args.quiet or number > 0
         process = self.context.Process(
             target=sampler_process, name=f"sampler {number}", daemon=True,
-            args=(args, self.folder, gpu_of(number, visible_gpus()), self.play, theirs, self.version, self.stop, self.path))
-        process.start()
+            args=(args, self.folder, self.play, theirs, self.version, self.stop, self.path))
+        with environment("CUDA_VISIBLE_DEVICES", gpu_of(number, visible_gpus())):
+            process.start()
         theirs.close()  # so that its death ends the pipe
         return Sampler(number, process, ours)
 

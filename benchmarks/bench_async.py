@@ -1,7 +1,7 @@
 """Sampling beside training against sampling and training in turns: idle shares, mu, replay ratio, ages, wall time.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_async.py                       # three seeds; an hour on two cores
-    OMP_NUM_THREADS=1 python benchmarks/bench_async.py --seeds 1 --iterations 12
+    OMP_NUM_THREADS=1 python benchmarks/bench_async.py --seeds 1 --iterations 12 --warm-start-updates 12  # flags of train.py last
 
 Tiny policy, 4x4 FrozenLake, a batch of 64 episodes for each iteration, 64 drawn for a replay update. Prints Markdown; seconds as
 ratios to the synchronous run of the same replay ratio beside it. Runs that reach a score late or never say so.
@@ -56,27 +56,28 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--target", type=float, default=0.7)
-    arguments = parser.parse_args()
-    found = {name: [] for name in ARMS}
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
+    arguments, flags_of_all = parser.parse_known_args()
+    found = {name: [] for name in arguments.arms}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.seeds):
-            for place, (name, (flags, _)) in enumerate(ARMS.items()):
-                subprocess.run([sys.executable, ROOT / "train.py", *flags, "--seed", str(seed), "--runs-dir", folder, "--name",
-                                f"arm{place}_{seed}", "--iterations", str(arguments.iterations), "--wandb", "off", "--quiet",
-                                "True", "--checkpoint-every", "0", "--eval-problems", "256"], check=True,
-                               stdout=subprocess.DEVNULL)
+            for place, name in enumerate(arguments.arms):
+                subprocess.run([sys.executable, ROOT / "train.py", *ARMS[name][0], "--seed", str(seed), "--runs-dir", folder,
+                                "--name", f"arm{place}_{seed}", "--iterations", str(arguments.iterations), "--wandb", "off",
+                                "--quiet", "True", "--checkpoint-every", "0", "--eval-problems", "256", *flags_of_all],
+                               check=True, stdout=subprocess.DEVNULL)
                 found[name].append(measured(Path(folder) / f"arm{place}_{seed}", arguments.target))
                 print(f"{name}, seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
-    columns = list(found["beside, queue"][0])
+    columns = list(found[arguments.arms[0]][0])
     print("| medians over seeds | " + " | ".join(columns[:-1]) +
           f" | s to {arguments.target:g} (reached) | time an episode used, ratio |")
     print("|---" * (len(columns) + 2) + "|")
-    for name, (_, other) in ARMS.items():
-        rows = found[name]
+    for name in arguments.arms:
+        rows, other = found[name], ARMS[name][1]
         cells = [f"{np.median([row[column] for row in rows]):.3g}" for column in columns]
         reached = [row["s to target"] for row in rows if row["s to target"] < np.inf]
         cells[-1] = f"{cells[-1].replace('inf', 'n/a')} ({len(reached)} of {len(rows)})"
-        cells.append("" if other is None else "{:.2f}".format(np.median([
+        cells.append("" if other not in found else "{:.2f}".format(np.median([
             row["s an episode used"] / base["s an episode used"] for row, base in zip(rows, found[other])])))
         print(f"| {name} | " + " | ".join(cells).replace("nan", "-") + " |")
 
