@@ -303,7 +303,7 @@ class Samplers:
         sampler.process.join()
         code = sampler.process.exitcode
         how = sampler.error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
-        if self.closing or self.restarts >= self.args.restart_samplers:
+        if self.closing or self.interrupted or self.restarts >= self.args.restart_samplers:
             self.failed(f"sampler {sampler.number} died: {how}")
             return
         self.restarts += 1

@@ -878,9 +878,10 @@ def main(args: Args) -> dict:
             if stopped:
                 break
         if state["iteration"] < args.iterations:
-            print(f"{source.error or 'stopped'}\nended after iteration {state['iteration']} of {args.iterations}, with a "
-                  f"checkpoint; go on: python train.py --resume {run}", file=sys.stderr)
-            sys.exit(1 if source.error else 128 + interrupt.signal)
+            asked_to = interrupt.signal or not source.error  # samplers may have got the signal too
+            print(f"{'stopped' if asked_to else source.error}\nended after iteration {state['iteration']} of {args.iterations}, "
+                  f"with a checkpoint; go on: python train.py --resume {run}", file=sys.stderr)
+            sys.exit(128 + interrupt.signal if asked_to else 1)
         if ranks.first():
             plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None and ranks.first():
