@@ -44,12 +44,15 @@ class Ledger:
     Evaluation is no cost of the method: it has seconds, but no tokens here.
     """
 
-    def __init__(self, totals: dict, parameters: int, lora: bool = False, critic: bool = False, samplers: int = 0):
-        """`parameters`: see matmul_parameters; `samplers`: processes that sample beside the training, 0: the trainer samples."""
+    def __init__(self, totals: dict, parameters: int, lora: bool = False, critic: bool = False, recompute: bool = False,
+                 samplers: int = 0):
+        """`parameters`: see matmul_parameters; `recompute`: of activations in the backward pass; `samplers`: processes that
+        sample beside the training, 0: the trainer samples."""
         self.totals = totals
         for name in COUNTED + tuple(f"seconds_{name}" for name in SECONDS):
             totals.setdefault(name, 0)
-        self.parameters, self.lora, self.critic, self.samplers = parameters, lora, critic, samplers
+        self.parameters, self.critic, self.samplers = parameters, critic, samplers
+        self.per_token = (4 if lora else 6) + 2 * recompute
         self.new = {}  # of this process, not yet in the totals of all
 
     def add(self, name: str, amount):
@@ -101,11 +104,11 @@ class Ledger:
         self.add("seconds_sampler_idle", training if idle is None else idle)
 
     def flops(self) -> dict[str, float]:
-        """An estimate: 2 P a token forward, 6 P to train on it (4 P under LoRA, which needs no gradient of the weights), the same
-        again for a critic; attention over the context is left out."""
+        """An estimate: 2 P a token forward, 6 P to train on it (4 P under LoRA, which needs no gradient of the weights; 2 P more
+        with gradient checkpointing), the same again for a critic; attention over the context is left out."""
         totals, P = self.totals, self.parameters
         return {"generate": 2 * P * (totals["tokens_generated"] + totals["tokens_read"]),
-                "train": (4 if self.lora else 6) * P * totals["tokens_computed"] * (1 + self.critic),
+                "train": self.per_token * P * totals["tokens_computed"] * (1 + self.critic),
                 "score": 2 * P * sum(totals[f"tokens_scored_{kind}"] for kind in SCORED)}
 
     def metrics(self) -> dict:

@@ -692,7 +692,7 @@ def main(args: Args) -> dict:
               f"of {args.iterations} iterations")
 
     ledger = Ledger(state["ledger"], parameters, lora=args.lora_rank > 0, critic=learner.critic is not None,
-                    samplers=args.async_rollouts)
+                    recompute=args.gradient_checkpointing, samplers=args.async_rollouts)
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}

@@ -40,6 +40,7 @@ def test_tokens_by_hand():
     assert ledger.flops() == {"generate": 2 * 100 * (9 + 15), "train": 6 * 100 * 60, "score": 2 * 100 * 40}
     assert Ledger(ledger.totals, 100, lora=True).flops()["train"] == 4 * 100 * 60
     assert Ledger(ledger.totals, 100, critic=True).flops()["train"] == 12 * 100 * 60
+    assert Ledger(ledger.totals, 100, recompute=True).flops()["train"] == 8 * 100 * 60
 
 
 def test_ratios_by_hand():
