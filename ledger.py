@@ -39,7 +39,6 @@ class Ledger:
     episodes_trained    episodes given to optimiser steps, counted at each use; tokens_trained: their sampled tokens that had a
                         gradient, tokens_trained_unique: at their first use only; tokens_computed: all tokens of those
                         passes, once where episodes of a pass begin alike
-                        (also those that several begin with and that are read once, see prefix_tree.py)
     tokens_scored_*     forward passes beside them: reference, log-probs at an update's start (proximal), values, drift probe
     Evaluation is no cost of the method: it has seconds, but no tokens here.
     """

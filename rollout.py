@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from buffer import Episode
 from envs import shows_images
 from models import banned_tokens, pixel_inputs
+from prefix_tree import attention_kinds
 
 PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
 PREFILL_IMAGES = 128  # images that the vision part looks at in one pass
@@ -100,8 +101,7 @@ class HFEngine:
         self.model, self.stop_ids, self.pad_id, self.decode = model, set(stop_ids), pad_id, decode
         self.image_processor, self.banned = image_processor, banned_tokens(model.config)
         text = model.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or
-                    ["sliding_attention" if getattr(text, "sliding_window", None) else "full_attention"])
+        kinds = attention_kinds(text)
         rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
         if rope in ("dynamic", "longrope"):
             raise ValueError(f"--engine hf keeps keys between turns, which {rope} position embeddings change: use --engine vllm")
