@@ -622,9 +622,11 @@ class ReplayBuffer:
             return f"step={step} is earlier than a birthday, {self.newest_birthday}"
         if n > size and not (repeats and n_fresh <= size):
             return f"n={n} is larger than the buffer, {size} entries, and entries do not repeat"
-        if self.sampler == "prioritized" and self.alpha > 0 and n > n_fresh:
-            out = np.union1d(expired, self._newest(n_fresh)) if n_fresh or len(expired) else expired
-            positive = self.positive - np.count_nonzero(self.log_base[out] > -math.inf)
+        if self.sampler == "prioritized" and n > n_fresh:
+            positive = size - n_fresh  # at alpha 0 all have mass
+            if self.alpha > 0:
+                out = np.union1d(expired, self._newest(n_fresh)) if n_fresh or len(expired) else expired
+                positive = self.positive - np.count_nonzero(self.log_base[out] > -math.inf)
             needed = 1 if repeats else n - n_fresh
             if positive < needed:
                 return f"n={n} needs {needed} entries of positive mass besides {n_fresh} fresh ones, not {positive}"
@@ -657,7 +659,7 @@ class ReplayBuffer:
         slots, inclusion = self._draw(n - len(fresh), fresh)
         ages = step - self.birthday[slots]
         if self.sampler == "prioritized":
-            probabilities = self.tree.leaves[slots] / self.tree.total
+            probabilities = self.tree.leaves[slots] / (self.tree.total or 1.0)  # 0: all is fresh, which needs no priority
             log_pi = np.log(inclusion) if self.is_includes_age else np.log(inclusion) + self.alpha / self.tau * ages
             weights = np.exp(self.beta * (lowest(log_pi.min()) - log_pi)).astype(np.float32)
         else:

@@ -319,7 +319,7 @@ class RunLog:
             path.write_text(secrets.token_hex(8))
         return wandb.init(project=self.args.wandb_project, name=self.run.name, dir=str(self.run), mode=mode,
                           config=asdict(self.args), id=path.read_text(), resume="allow",
-                          settings=wandb.Settings(silent=True))
+                          settings=wandb.Settings(silent=True, console="off"))
 
     # ---- the screen
 

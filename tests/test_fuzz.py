@@ -342,10 +342,10 @@ test_advantages_are_finite_and_groups_of_equals_silent, test_advantages_widely =
 
 BUFFERS = st.fixed_dictionaries({"capacity": st.integers(1, 6)}, optional={name: st.sampled_from(values) for name, values in {
     "sampler": ["prioritized", "uniform", "newest", "never_used_first"], "alpha": [0.0, 0.6, 5.0],
-    "tau": [1e-6, 1.0, 500.0, math.inf], "eps": [0.0, 1e-300, 0.01], "beta": [0.0, 1.0], "priority": ["advantage", "reward", "group_std", "uniform"],
-    "insert_priority": ["base", "max"], "eviction": ["fifo", "lowest_priority"], "unit": ["episode", "group"],
-    "draw": ["systematic", "stratified", "iid"], "is_includes_age": [False, True], "max_age": [0, 3],
-    "fresh_fraction": [0.0, 0.4, 1.0], "min_size": [0, 1]}.items()})
+    "tau": [1e-6, 1.0, 500.0, math.inf], "eps": [0.0, 1e-300, 0.01], "beta": [0.0, 1.0],
+    "priority": ["advantage", "reward", "group_std", "uniform"], "insert_priority": ["base", "max"],
+    "eviction": ["fifo", "lowest_priority"], "unit": ["episode", "group"], "draw": ["systematic", "stratified", "iid"],
+    "is_includes_age": [False, True], "max_age": [0, 3], "fresh_fraction": [0.0, 0.4, 1.0], "min_size": [0, 1]}.items()})
 
 
 @fuzz(quick=60, wide=1000, options=BUFFERS, seed=st.integers(0, 10**6), start=st.sampled_from([0, 10**9, 2**61]))
@@ -377,6 +377,18 @@ test_a_buffer_draws_exactly_when_it_says_so, test_buffers_widely = a_buffer_that
 def test_what_is_held_can_be_told_where_no_priority_is_above_zero():
     buffer = ReplayBuffer(4, eps=0.0, fresh_fraction=1.0)
     buffer.add([episode([1, 0], [0, 1], advantage=0.0)] * 2, step=0)
-    assert len(buffer.sample(2, 0).episodes) == 2  # the newest need no priority
+    sample = buffer.sample(2, 0)  # the newest need no priority
+    assert sample.probabilities.tolist() == [0.0, 0.0] and sample.inclusion.tolist() == [1.0, 1.0]
     held = buffer.by_age(0)
     assert (held["count"], held["mass"], held["priority"]) == ([2], [0.0], [0.0])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+def test_a_batch_of_fresh_and_repeated_entries_needs_some_that_are_not_fresh(alpha):
+    buffer = ReplayBuffer(2, alpha=alpha, draw="stratified", fresh_fraction=0.5)
+    buffer.add([episode([1, 0], [0, 1])], step=0)
+    assert not buffer.ready(2, 0) and "besides 1 fresh" in buffer.refusal(2, 0)
+    with pytest.raises(ValueError, match="cannot sample"):
+        buffer.sample(2, 0)
+    buffer.add([episode([1, 0], [0, 1])], step=0)
+    assert not buffer.ready(4, 0) and len(buffer.sample(2, 0).ids) == 2  # two fresh ones of two leave none
