@@ -9,7 +9,7 @@ trl      An iteration (sample, score, one optimiser step, log) of the same model
          size, turns, tokens a turn, rows in a forward pass, learning rate and threads. A process a side and round; the
          sides take turns. Rewards are random, so that no group is without signal: FreshReplay would skip those. TRL
          plays several turns by its `environment_factory`, which calls model.generate() on the whole conversation each
-         turn. Gradient checkpointing, TRL's default, is off: FreshReplay has none.
+         turn. Gradient checkpointing, TRL's default, is off on both sides without --gradient-checkpointing.
 turns    Sampling of ten turns: HFEngine, which keeps keys and values, against generate() on the whole conversation.
 profile  Where the time of `train.py`'s iterations goes, on SmolLM2.
 padding  Positions that an update computes for its tokens, on FrozenLake episodes.
@@ -118,14 +118,15 @@ CASES = {"tiny_turns": Case("tiny, 10 turns of 4", False, 8, 8, 10, 4, 16),
 # ---------------------------------------------------------------------------------------------- the loop against TRL
 
 
-def freshreplay_side(case: Case, iterations: int) -> tuple[list, list]:
+def freshreplay_side(case: Case, iterations: int, checkpointing: bool) -> tuple[list, list]:
     """(wall, CPU) seconds and sampled tokens of each iteration."""
     policy, tokenizer = case.load()
     chat, problems = Chat(tokenizer), case.make_env().problems("train", case.problems * iterations)
     longest = len(chat.start(case.make_env().reset(problems[0], 0))) + case.turns * (case.turn_tokens + 64)
     args = train.Args(replay="none", replay_updates=0, lr=LEARNING_RATE, lr_schedule="constant", warmup_steps=0,
                       max_turns=case.turns, max_new_tokens=case.turn_tokens, micro_batch_tokens=case.rows * longest,
-                      micro_batch_size=case.rows, group_size=case.group_size, problems_per_iteration=case.problems)
+                      micro_batch_size=case.rows, group_size=case.group_size, problems_per_iteration=case.problems,
+                      gradient_checkpointing=checkpointing)
     learner = train.make_learner(args, policy)
     engine = rollout.HFEngine(learner.policy, [], tokenizer.pad_token_id)
     seconds, tokens = [], []
@@ -189,7 +190,7 @@ def let_trl_play(tokenizer):
     tokenizer.parse_response = parse_response
 
 
-def trl_side(case: Case, iterations: int) -> tuple[list, list]:
+def trl_side(case: Case, iterations: int, checkpointing: bool) -> tuple[list, list]:
     """(wall, CPU) seconds and sampled tokens of each iteration."""
     import datasets
     import transformers
@@ -212,7 +213,7 @@ def trl_side(case: Case, iterations: int) -> tuple[list, list]:
         let_trl_play(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, max_steps=iterations,
+            output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=checkpointing, max_steps=iterations,
             per_device_train_batch_size=case.rows, gradient_accumulation_steps=rows // case.rows,
             num_generations=case.group_size, max_completion_length=case.turns * (case.turn_tokens + 64),
             max_tool_calling_iterations=case.turns - 1, temperature=1.0, beta=0.0, loss_type="grpo",
@@ -230,16 +231,17 @@ def trl_side(case: Case, iterations: int) -> tuple[list, list]:
     return np.diff(stamps, axis=0).tolist(), [line["completions/mean_length"] * rows for line in logs]
 
 
-def one_side(side: str, case: Case, iterations: int) -> dict:
-    seconds, tokens = (freshreplay_side if side == "freshreplay" else trl_side)(case, iterations)
+def one_side(side: str, case: Case, iterations: int, checkpointing: bool) -> dict:
+    seconds, tokens = (freshreplay_side if side == "freshreplay" else trl_side)(case, iterations, checkpointing)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     assert len(seconds) == len(tokens) == iterations
     return {"seconds": seconds, "tokens": tokens, "peak_mb": peak}
 
 
-def against_trl(names, rounds: int, iterations: int, warmup: int):
+def against_trl(names, rounds: int, iterations: int, warmup: int, checkpointing: bool):
+    recompute = ", gradient checkpointing" * checkpointing
     print(f"TRL {version('trl')}, transformers {version('transformers')}, torch {torch.__version__}, float32, "
-          f"{torch.get_num_threads()} thread(s). Medians of {rounds * iterations} iterations a side, from {rounds} "
+          f"{torch.get_num_threads()} thread(s){recompute}. Medians of {rounds * iterations} iterations a side, from {rounds} "
           f"processes that take turns, each after {warmup} to warm up. CPU seconds, since others use the machine. "
           "Tokens: those that the policy sampled. Peak: resident memory of the larger process.\n")
     print("| case | side | CPU s an iteration | tokens | CPU ms a token | ratio | wall ratio | peak MB | ratio |\n"
@@ -249,6 +251,7 @@ def against_trl(names, rounds: int, iterations: int, warmup: int):
         for _ in range(rounds):
             for side in runs:
                 flags = ["--side", side, "--cases", name, "--iterations", str(warmup + iterations)]
+                flags += ["--gradient-checkpointing"] * checkpointing
                 done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True)
                 if done.returncode:
                     sys.exit(done.stderr)
@@ -433,6 +436,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=2, help="processes a side")
     parser.add_argument("--iterations", type=int, default=3, help="measured iterations a process")
     parser.add_argument("--warmup", type=int, default=1, help="iterations before them")
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="on both sides of trl")
     parser.add_argument("--side", choices=("freshreplay", "trl"), help="run one side here and print JSON")
     args = parser.parse_args()
     unknown = set(args.sections) - set(SECTIONS)
@@ -440,10 +444,10 @@ if __name__ == "__main__":
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     sections = args.sections or SECTIONS
     if args.side:
-        print(json.dumps(one_side(args.side, CASES[args.cases[0]], args.iterations)))
+        print(json.dumps(one_side(args.side, CASES[args.cases[0]], args.iterations, args.gradient_checkpointing)))
         sys.exit()
     if "trl" in sections:
-        against_trl(args.cases, args.rounds, args.iterations, args.warmup)
+        against_trl(args.cases, args.rounds, args.iterations, args.warmup, args.gradient_checkpointing)
     if "turns" in sections:
         kept_turns(args.rounds + 1)
     if "profile" in sections:
