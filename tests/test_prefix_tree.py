@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM, MistralConfig, OPTConfig, Qwen2Config
 
 import prefix_tree
 from conftest import tiny_lake
@@ -99,10 +99,24 @@ def test_shared_tokens_go_through_the_model_once_and_padding_never():
     assert seen == [len({tuple(row[:end]) for row in before_last for end in range(1, len(row) + 1)}), tokens_BT.numel()]
 
 
+SMALL = dict(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             initializer_range=0.3)
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(**SMALL, num_key_value_heads=2), GPT2Config(**SMALL),
+                                    OPTConfig(**SMALL, ffn_dim=64, word_embed_proj_dim=32)], ids=lambda config: config.model_type)
+def test_other_models_know_trees(config):
+    """Biases in attention, learned positions, positions with an offset."""
+    torch.manual_seed(0)
+    model, (tokens_BT, mask_BT) = AutoModelForCausalLM.from_config(config).eval(), ragged()
+    assert prefix_tree.knows_trees(model.get_decoder())
+    found, expected = (token_logprobs(model, tokens_BT, mask_BT, share=share)[0].detach() for share in (True, False))
+    assert torch.allclose(found, expected, atol=1e-5) and expected[mask_BT].std() > 0.5
+
+
 def test_sliding_windows_take_the_plain_pass():
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                             num_attention_heads=4, num_key_value_heads=2, sliding_window=4)).eval()
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)).eval()
     tokens_BT, mask_BT = ragged()
     assert not prefix_tree.knows_trees(model.get_decoder())
     found, expected = (token_logprobs(model, tokens_BT, mask_BT, share=share)[0] for share in (True, False))
