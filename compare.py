@@ -22,7 +22,8 @@ import numpy as np
 import tyro
 import yaml
 
-from runs import fail, read_yaml
+from durable import fail
+from runs import read_yaml
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)

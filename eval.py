@@ -39,10 +39,11 @@ from rich.progress import Progress
 
 import ranks
 from compare import bootstrap_interval, whole_lines
+from durable import checkpoints, fail, last_checkpoint
 from envs import MissingData, load_env, make_env_factory, options_for
 from models import Chat, load_policy, policy_folder, up_to
 from rollout import collect, guarded
-from runs import checkpoints, episode_record, fail, finite_or_none, read_yaml, with_files
+from runs import episode_record, finite_or_none, read_yaml, with_files
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -255,7 +256,7 @@ def find(source: str) -> tuple[str | Path, Path | None, Path]:
     if (path / "config.yaml").is_file():
         if not checkpoints(path):
             fail(f"{path} has no checkpoint yet (checkpoints/step_*); train.py writes one every --checkpoint-every iterations")
-        return checkpoints(path)[-1], path, path
+        return last_checkpoint(path), path, path
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         run = path.resolve().parent.parent
         return path, run if (run / "config.yaml").is_file() else None, path

@@ -514,7 +514,8 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
     if (adapter or (Path(path) / "config.json").is_file()) and not any(Path(path).glob(weights)):
         raise ValueError(f"{path} has no weights in .safetensors, and pickled ones are not loaded: they could run code")
     try:
-        base = PeftConfig.from_pretrained(path).base_model_name_or_path if adapter else path
+        base = path if not adapter else Path(path) / "base" if (Path(path) / "base").is_dir() else \
+            PeftConfig.from_pretrained(path).base_model_name_or_path
         if hasattr(AutoConfig.from_pretrained(base, **trust), "vision_config"):
             processor, kind = AutoProcessor.from_pretrained(path, **trust), AutoModelForImageTextToText
         else:
@@ -529,7 +530,12 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
         if "trust_remote_code" in str(error):
             raise ValueError(f"{path} brings its own Python code, which runs only with --trust-remote-code True: read it first, "
                              "it can do whatever you may do") from error
-        if (Path(path) / "config.json").is_file() or (Path(path) / "adapter_config.json").is_file():
+        if (Path(path) / "adapter_config.json").is_file():
+            base = PeftConfig.from_pretrained(path).base_model_name_or_path
+            raise MissingData(f"the LoRA adapter {str(path)!r} needs its base model, {base!r}, which cannot be loaded "
+                              f"({str(error).splitlines()[0]}): put it back, or change base_model_name_or_path in its "
+                              "adapter_config.json") from error
+        if (Path(path) / "config.json").is_file():
             raise
         raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "
                           f"({str(error).splitlines()[0]})") from error

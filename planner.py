@@ -17,7 +17,7 @@ import tyro
 import yaml
 
 from compare import whole_lines
-from runs import fail
+from durable import fail
 
 ASSUMED_RHO = 0.1
 LEAST_ALPHA = 0.01

@@ -21,6 +21,7 @@ from buffer import Episode
 from envs import shows_images
 from models import banned_tokens, pixel_inputs
 from prefix_tree import attention_kinds
+from watch import NotFinite, bad_weights
 
 PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
 PREFILL_IMAGES = 128  # images that the vision part looks at in one pass
@@ -181,8 +182,10 @@ class HFEngine:
             token_S1 = token_S1.clamp(max=logprobs_SV.shape[1] - 1)
         logprob_S = logprobs_SV.gather(1, token_S1).squeeze(1)
         if not logprob_S.isfinite().all():
-            raise ValueError("the policy's log-probs are not finite: its weights have diverged; a smaller --lr or "
-                             "--max-grad-norm often helps")
+            place = bad_weights(self.model) or ("logits of finite hidden states" if state_SH.isfinite().all() else
+                                                "hidden states of finite weights")
+            raise NotFinite(f"the policy's log-probs are not finite in sampling; it starts in: {place}. A smaller --lr or "
+                            "--max-grad-norm often helps")
         return token_S1.squeeze(1).tolist(), logprob_S.tolist()
 
     def ends_with(self, tokens: list[int], stop: tuple[str, ...]) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -26,13 +25,10 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 import ranks
+from durable import FORMAT, checkpoints, remove, sync, temporary_of, whole_folder, write_whole
 from models import load_policy
 
-
-def fail(message: str):
-    """Ends the program as wrong usage: the message and exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl")  # each line has its iteration
 
 
 def read_yaml(path: Path, loader=yaml.SafeLoader):
@@ -63,51 +59,58 @@ def finite_or_none(value):
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, the oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
-
-
-def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int):
+def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {}):
     """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
-    name) and the counters of `state`; written whole, then renamed. Older ones than the newest `keep` go."""
+    name) and the counters of `state`; written whole, with checksums. Older ones than the newest `keep` go, last of all.
+    `base`: files of the policy at the start, where it is needed to go on and might not be found then."""
     folder = run / "checkpoints" / f"step_{state['step']}"
-    temporary = folder.with_name(f".{folder.name}.tmp")
+    for name in LOGS:
+        if ranks.first() and (run / name).exists():
+            sync(run / name)  # a checkpoint never has more than the logs
+    with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
+        ranks.barrier()  # now the folder is there
+        for name, memory in memories.items():
+            if hasattr(memory, "save"):
+                memory.save(temporary / shard_name(name, ranks.rank()))
+        weights = {"state_dict": ranks.on_first(learner.policy.state_dict())} if ranks.sharded() else {}
+        others = {f"{name}_optimizer": ranks.on_first({
+            f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
+            for name, optimizer in learner.optimizers().items()}
+        if learner.critic is not None:
+            others["critic"] = ranks.on_first(learner.critic.state_dict())
+        ranks.barrier()
+        if ranks.first():
+            learner.policy.save_pretrained(temporary, **weights)
+            processor.save_pretrained(temporary)
+            for name, tensors in others.items():
+                save_file(tensors, temporary / f"{name}.safetensors")
+            save_states(temporary, memories, state | {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args)})
+            save_base(temporary, base, (folder / "base").resolve())
     if ranks.first():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        for old in checkpoints(run)[:-keep]:
+            remove(old)
     ranks.barrier()
-    for name, memory in memories.items():
-        if hasattr(memory, "save"):
-            memory.save(temporary / shard_name(name, ranks.rank()))
-    weights = {"state_dict": ranks.on_first(learner.policy.state_dict())} if ranks.sharded() else {}
-    others = {f"{name}_optimizer": ranks.on_first({
-        f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
-        for name, optimizer in learner.optimizers().items()}
-    if learner.critic is not None:
-        others["critic"] = ranks.on_first(learner.critic.state_dict())
-    ranks.barrier()
-    if not ranks.first():
-        return ranks.barrier()
-    learner.policy.save_pretrained(temporary, **weights)
-    processor.save_pretrained(temporary)
-    for name, tensors in others.items():
-        save_file(tensors, temporary / f"{name}.safetensors")
+
+
+def save_states(folder: Path, memories: dict, state: dict):
+    """What the ranks have alike and is no tensor."""
     for name, memory in memories.items():
         if not hasattr(memory, "save"):
             values = memory.state_dict()
             arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
-            np.savez(temporary / f"{name}.npz", **arrays)
-            (temporary / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
-    (temporary / "state.json").write_text(json.dumps(state | {"schedule": learner.schedule.last_epoch}, indent=1))
-    replaced = folder.with_name(f".{folder.name}.old")
-    if folder.exists():  # no step was taken since: never be without a whole one
-        os.rename(folder, replaced)
-    os.rename(temporary, folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
-    ranks.barrier()
+            np.savez(folder / f"{name}.npz", **arrays)
+            (folder / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
+    (folder / "state.json").write_text(json.dumps(state | {"format": FORMAT}, indent=1))
+
+
+def save_base(folder: Path, files: dict[str, bytes], place: Path):
+    """The policy at the start as base/; `place` is where that will be, and an adapter names it, so that peft finds it."""
+    for name, content in files.items():
+        (folder / "base").mkdir(exist_ok=True)
+        (folder / "base" / name).write_bytes(content)
+    adapter = folder / "adapter_config.json"
+    if files and adapter.exists():
+        adapter.write_text(json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(place)}, indent=2))
 
 
 def shard_name(name: str, rank: int) -> str:
@@ -136,7 +139,9 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     if learner.critic is not None:
         ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
     for name, memory in memories.items():
-        if hasattr(memory, "save"):
+        if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
+            print(f"note: {folder} is older than the state of {name!r}, which begins anew")
+        elif hasattr(memory, "save"):
             shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
             if len(shards) == ranks.world():
                 memory.load_state_dict(type(memory).load(folder / shards[ranks.rank()]).state_dict())
@@ -145,7 +150,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
         else:
             with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
                 memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
-    return state
+    return {key: value for key, value in state.items() if key not in ("format", "args")}
 
 
 class Interrupt:
@@ -157,7 +162,8 @@ class Interrupt:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.came) for number in (signal.SIGINT, signal.SIGTERM)}
+            self.before = {number: signal.signal(number, self.came) for number in (signal.SIGINT, signal.SIGTERM)
+                           if signal.getsignal(number) != signal.SIG_IGN}  # nohup, or a shell's background job
         return self
 
     def __exit__(self, *_):
@@ -167,8 +173,8 @@ class Interrupt:
     def came(self, number, _):
         self.signal = number
         self.__exit__()
-        print(f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; once more ends it at once",
-              file=sys.stderr)
+        told = f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; once more ends it at once\n"
+        os.write(sys.__stderr__.fileno(), told.encode())  # a print may be what was interrupted
         self.also()
 
 
@@ -196,8 +202,16 @@ def written_by(line: str, iteration: int) -> bool:
     """Whether a line of a .jsonl is whole and of that iteration or an earlier one."""
     try:
         return json.loads(line)["iteration"] <= iteration
-    except json.JSONDecodeError:  # cut off when the run was killed
+    except (ValueError, KeyError, TypeError):  # cut off when the run was killed
         return False
+
+
+def cut(path: Path, done: int):
+    """Leaves a .jsonl with the whole lines of the first `done` iterations: the others were written after the checkpoint."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(path, errors="replace") as lines, open(temporary, "w") as kept:
+        kept.writelines(line for line in lines if line.endswith("\n") and written_by(line, done))
+    os.replace(temporary, path)
 
 
 def rounded(values) -> list[float]:
@@ -278,7 +292,7 @@ class NoLog(contextlib.nullcontext):
     def nothing(self, *_):
         pass
 
-    append = bad_update = iteration = finish = nothing
+    append = bad_update = warn = iteration = finish = nothing
 
 
 class RunLog:
@@ -289,13 +303,11 @@ class RunLog:
         """`done`: iterations of the run that is gone on with; `source`: a sentence on the problems, for config.yaml."""
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
-        (run / "config.yaml").write_text(f"# {' '.join(source.split())}\n" + yaml.safe_dump(
+        write_whole(run / "config.yaml", f"# {' '.join(source.split())}\n" + yaml.safe_dump(
             {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
-        for name in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):  # drop what was written after the checkpoint
-            path = run / name
-            if path.exists():
-                lines = path.read_text().splitlines()
-                path.write_text("".join(line + "\n" for line in lines if written_by(line, done)))
+        for name in LOGS:
+            if (run / name).exists():
+                cut(run / name, done)
         self.wandb = self.start_wandb() if args.track == "wandb" and args.wandb != "off" else None
         self.tensorboard = None
         if args.track == "tensorboard":
@@ -316,7 +328,7 @@ class RunLog:
         import wandb  # takes a second: only when it is used
         path = self.run / "wandb_id"
         if not path.exists():
-            path.write_text(secrets.token_hex(8))
+            write_whole(path, secrets.token_hex(8))
         return wandb.init(project=self.args.wandb_project, name=self.run.name, dir=str(self.run), mode=mode,
                           config=asdict(self.args), id=path.read_text(), resume="allow",
                           settings=wandb.Settings(silent=True, console="off"))
@@ -366,10 +378,16 @@ class RunLog:
     def bad_update(self, iteration: int, metrics: dict, episodes):
         names = [[episode.iteration, episode.group_id, episode.problem_id] for episode in episodes]
         self.append("episodes.jsonl", {"iteration": iteration, "event": "loss or gradient not finite; no step was taken",
-                                       "loss": repr(metrics["loss"]), "grad_norm": repr(metrics["grad_norm"]),
+                                       "where": metrics["where"], "loss": repr(metrics["loss"]),
+                                       "grad_norm": repr(metrics["grad_norm"]),
                                        "episodes [iteration, group_id, problem_id]": names})
         self.console.print(f"iteration {iteration}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: not finite, no "
-                           "step was taken; episodes.jsonl names the episodes")
+                           f"step was taken; it starts in: {metrics['where']}; episodes.jsonl names the episodes", soft_wrap=True,
+                           markup=False)
+
+    def warn(self, iteration: int, warning: str):
+        self.console.print(f"warning: iteration {iteration}: {warning}", soft_wrap=True, markup=False)
+        self.append("episodes.jsonl", {"iteration": iteration, "event": warning})
 
     def iteration(self, metrics: dict, shown: list[dict]):
         self.append("metrics.jsonl", metrics)
@@ -395,7 +413,7 @@ class RunLog:
         self.show(metrics)
 
     def finish(self, summary: dict):
-        (self.run / "summary.json").write_text(json.dumps(finite_or_none(summary), indent=1))
+        write_whole(self.run / "summary.json", json.dumps(finite_or_none(summary), indent=1))
         if self.wandb is not None:
             self.wandb.summary.update(summary)
         if self.live:

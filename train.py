@@ -16,13 +16,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads
 import contextlib
 import copy
 import difflib
+import hashlib
 import importlib.util
+import inspect
+import json
 import math
 import re
 import sys
 import time
 import zlib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Union
 
@@ -33,19 +36,21 @@ import tyro
 import yaml
 from peft import LoraConfig, get_peft_model
 
+import durable
 import losses
 import ranks
 from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl, use_stats
+from durable import fail
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
-from eval import PLAYED, evaluate, plot_drift, plot_learning_curves, task_averages
+from eval import PLAYED, evaluate, fingerprint, plot_drift, plot_learning_curves, task_averages
 from ledger import Ledger, matmul_parameters
 from models import Chat, Critic, load_policy, policy_folder, recompute_layers, up_to
 from rollout import HFEngine
-from runs import (Clock, Interrupt, NoLog, RunLog, checkpoints, episode_record, fail, load_checkpoint, read_yaml,
-                  replay_record, save_checkpoint)
+from runs import Clock, Interrupt, NoLog, RunLog, episode_record, load_checkpoint, read_yaml, replay_record, save_checkpoint
 from samplers import Direct, Job, Samplers
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
                     objective_of, score, sequence_log_ratios, td_errors, update, zero_advantage_is_silent)
+from watch import Watch
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
 ADVANTAGE_KINDS = tuple(kind for kind in losses.ADVANTAGES if kind != "rlep_mixed")  # the loop mixes no groups
@@ -317,7 +322,7 @@ class Args:
 # ------------------------------------------------------------------------------------------------------ arguments
 
 
-def config_flags(path: Path) -> list[str]:
+def config_flags(path: Path, resumed: bool = False) -> list[str]:
     """The keys of a YAML file as command-line flags; exits with 2 on a key that is not a field of Args."""
     try:
         config = read_yaml(path, yaml.BaseLoader) or {}
@@ -329,7 +334,8 @@ def config_flags(path: Path) -> list[str]:
     for key, value in config.items():
         if key.replace("-", "_") not in names:
             near = difflib.get_close_matches(key.replace("-", "_"), names, n=1)
-            fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help"))
+            fail(f"{path}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "; see --help") + resumed * (
+                " The run may be of another version of this code: go on with that, or drop the line if it made no difference"))
         if key.replace("-", "_") == "resume":
             fail(f"{path}: resume is for the command line: python train.py --resume runs/NAME")
         if key.replace("-", "_") == "env_options":
@@ -365,7 +371,7 @@ def parse_args(argv: list[str]) -> Args:
             fail(f"--resume: {config} does not exist; give the folder of a run, such as runs/NAME")
     else:
         config = Path(words[0]) if words else Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
-    from_config = config_flags(config)
+    from_config = config_flags(config, resumed)
     try:
         args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=__doc__)
     except SystemExit as stop:
@@ -638,21 +644,22 @@ def main(args: Args) -> dict:
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} is less than the {ranks.world()} processes that share it")
     args.name = ranks.common(args.name)  # it may hold the time
     run = Path(args.resume or Path(args.runs_dir) / args.name)
-    if args.resume and not checkpoints(run):
-        fail(f"{run} has no checkpoint to go on from")
-    taken = f"{run} exists already: choose another --name, or " + (
-        f"go on with --resume {run}" if checkpoints(run) else "delete it (it has no checkpoint to go on from)")
-    if ranks.first() and run.exists() and not args.resume:
-        fail(taken)
     if args.async_rollouts and ranks.world() > 1:
         fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
+    checkpoint, lock = None, contextlib.nullcontext()
+    if ranks.first() and args.resume:
+        lock = durable.claim(run)
+        checkpoint = durable.checkpoint_to_resume(run, asdict(args), MAY_CHANGE_ON_RESUME)
+    elif ranks.first() and durable.taken(run):
+        fail(durable.taken(run))
+    checkpoint = ranks.common(checkpoint)
 
     make_env = make_env_factory(args.env, args.env_options)
     try:
         train_problems = np.array(problems_of(make_env(), "train", args.train_problems, 1536, "--train-problems"))
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
-        folder = policy_folder(args, make_env())
+        folder = checkpoint / "base" if checkpoint and (checkpoint / "base").is_dir() else policy_folder(args, make_env())
         policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
@@ -672,8 +679,10 @@ def main(args: Args) -> dict:
              "configs/accelerate/ddp.yaml")
     learner = make_learner(args, policy, chat.image_processor)
 
-    memories = {"problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
-                                           group_size=max(2, args.group_size), seed=args.seed)}
+    memories = {"random": durable.GlobalRandomness(args.seed),
+                "problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
+                                           group_size=max(2, args.group_size), seed=args.seed),
+                "watch": Watch(args)}
     buffer, drift = None, None
     if args.replay != "none":
         buffer = memories["buffer"] = make_buffer(args)
@@ -681,18 +690,26 @@ def main(args: Args) -> dict:
         drift = memories["drift"] = DriftEstimator()
         memories["recent"] = ReplayBuffer(ranks.share_size(16 * args.probe_episodes), sampler="uniform",
                                           seed=ranks.seed(args.seed + 1))
-    state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "bad_updates": 0,
+    state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "last": None, "bad_updates": 0,
              "replay_updates": 0, "minutes": 0.0, "ledger": {}, "jobs": 0}
-    if args.resume:
-        checkpoint = checkpoints(run)[-1]
+    around = {"train problems": digest_of(train_problems.tolist()), "held-out problems": digest_of(heldout_problems)}
+    start_files = {}  # of the policy at the start, where it stays in use
+    if args.lora_rank or learner.reference is not None:
+        around["policy at the start"] = digest_of(fingerprint(folder))
+        if args.model in ("tiny", "tiny-vlm"):  # it is in a cache, which other code would make anew
+            start_files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    around = durable.surroundings(code_files(make_env()), **around)
+    if checkpoint:
         state |= load_checkpoint(checkpoint, learner, memories)
-        if state["iteration"] >= args.iterations:
+        durable.warn_of_changes(state.get("surroundings", {}), around)
+        if state["iteration"] >= args.iterations and (finished(run, args) or state["last"] is None):
             fail(f"{run} has done its {state['iteration']} iterations; raise --iterations to go on")
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}; learning rate and beta now follow a plan "
               f"of {args.iterations} iterations")
 
     ledger = Ledger(state["ledger"], parameters, lora=args.lora_rank > 0, critic=learner.critic is not None,
                     recompute=args.gradient_checkpointing, samplers=args.async_rollouts)
+    state["surroundings"] = around
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
@@ -719,12 +736,12 @@ def main(args: Args) -> dict:
         fail(str(error))
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
     if not args.resume and ranks.first():
-        try:
-            run.mkdir(parents=True)  # not earlier: a start that fails leaves nothing behind
-        except FileExistsError:
-            fail(taken)
+        lock = durable.claim(run)  # not earlier: a start that fails leaves nothing behind
+        if durable.taken(run, mine=True):
+            fail(durable.taken(run, mine=True))
     told = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
-    log = RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog()
+    with durable.told_plainly(run):
+        log = RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog()
     if args.async_rollouts:
         source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
                           max(state["jobs"], state["iteration"]) + 1, state["step"])
@@ -746,9 +763,10 @@ def main(args: Args) -> dict:
     def save():
         nonlocal started
         state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
-        save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints)
+        save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files)
 
-    with contextlib.closing(engine), contextlib.closing(source), log, Interrupt(source.interrupt) as interrupt:
+    with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source), log,
+          Interrupt(source.interrupt) as interrupt):
         if state["start"] is None:
             state["start"] = state["best"] = judge()["success"]
         source.begin()
@@ -817,9 +835,8 @@ def main(args: Args) -> dict:
             state["replay_updates"] += len(replayed)
             if args.replay_updates and iteration == 3 and not state["replay_updates"]:
                 print(f"note: no replay yet: {max(map(str, ranks.gathered(buffer.refusal(drawn, now()) or '')))}")
-            if iteration == 1 and np.sum([row["info"]["length_stops"] for row in played]) > \
-                    0.9 * np.sum([row["info"]["turns"] for row in played]):
-                print(f"note: nearly every answer was cut at --max-new-tokens {args.max_new_tokens}; a higher limit may help")
+            for warning in memories["watch"].look([row["info"] for row in played], fresh, replayed):
+                log.warn(iteration, warning)
             clock.lap("replay")
 
             # ---- measure the drift, set tau
@@ -841,7 +858,7 @@ def main(args: Args) -> dict:
             state |= {"iteration": iteration, "episodes": state["episodes"] + len(played),
                       "tokens": state["tokens"] + sum(row["tokens"] for row in played),
                       "jobs": max([state["jobs"], *(row["iteration"] for row in played)]),
-                      "best": max(state["best"], judged.get("success", 0.0))}
+                      "best": max(state["best"], judged.get("success", 0.0)), "last": judged.get("success")}
             clock.lap("eval")
             ledger.scored(learner.scored)
             beside_s = source.seconds()
@@ -887,11 +904,28 @@ def main(args: Args) -> dict:
         if drift is not None and ranks.first():
             plot_drift(run, drift)
         summary = {"name": run.name, "start_success": state["start"], "best_success": state["best"],
-                   "final_success": judged["success"], "heldout_problems": len(heldout_problems), "iterations": args.iterations,
+                   "final_success": state["last"], "heldout_problems": len(heldout_problems), "iterations": args.iterations,
                    "steps": state["step"], "replay_updates": state["replay_updates"],
                    "episodes": state["episodes"], "minutes": round(state["minutes"], 2)}
         log.finish(summary)
     return summary
+
+
+def finished(run: Path, args: Args) -> bool:
+    """Whether the run's end was written; not where it was killed after its last checkpoint."""
+    summary = run / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["iterations"] == args.iterations
+
+
+def code_files(env) -> list[Path]:
+    """The files that decide what is learned, the task's own among them."""
+    names = ("train", "update", "losses", "buffer", "rollout", "models", "envs", "samplers", "ranks", "vllm_engine")
+    return [Path(__file__).with_name(f"{name}.py") for name in names] + \
+        sorted({Path(inspect.getfile(kind)) for kind in type(env).__mro__[:-1]} - {Path(__file__).with_name("envs.py")})
+
+
+def digest_of(values: list) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 # ---- what is logged beside the update's own metrics

@@ -11,6 +11,7 @@ import ranks
 from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
                     m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
 from models import backbone, collate, micro_batches, pixel_inputs, recomputing, token_logprobs
+from watch import bad_rows, bad_weights, few, first_bad_module, require_finite
 
 PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
@@ -137,7 +138,9 @@ def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Te
 def sequence_log_ratios(learner: Learner, episodes) -> np.ndarray:
     """(B,) log current/behaviour of whole episodes, float64."""
     behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    return (score(learner.policy, episodes, learner, "probe").double() - behavior_BT.double()).sum(1).numpy()
+    now_BT = score(learner.policy, episodes, learner, "probe")
+    require_finite("log-probs of the policy", now_BT, episodes, learner.policy)
+    return (now_BT.double() - behavior_BT.double()).sum(1).numpy()
 
 
 def reference_score(learner: Learner, episodes) -> torch.Tensor:
@@ -168,6 +171,7 @@ def reward_kl(learner: Learner, episodes) -> torch.Tensor | None:
 def values_and_rewards(learner: Learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T) critic values now, and rewards less the reward KL."""
     values_BT = per_token(learner.critic, episodes, learner)
+    require_finite("values of the critic", values_BT, episodes, learner.critic)
     kl_BT = reward_kl(learner, episodes)
     return values_BT, token_rewards(episodes) - (0 if kl_BT is None else kl_BT)
 
@@ -187,6 +191,7 @@ def add_advantages(learner: Learner, episodes):
     values_BT = None
     if objective.advantage == "gae":
         values_BT = per_token(learner.critic, episodes, learner)
+        require_finite("values of the critic", values_BT, episodes, learner.critic)
         for episode, values_T in zip(episodes, values_BT.numpy()):
             episode.values = values_T[:len(episode.tokens)].copy()
     rewards = token_rewards(episodes) if objective.advantage in PER_TOKEN_KINDS else \
@@ -199,6 +204,7 @@ def add_advantages(learner: Learner, episodes):
     advantages_BT = compute_advantages(
         objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma, lam=args.lam,
         shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten, joined=ranks.joined)
+    require_finite(f"advantages ({objective.advantage}) from finite rewards", advantages_BT, episodes)
     for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
         episode.advantages = advantages_T[:len(episode.tokens)].copy()
 
@@ -331,6 +337,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     signal_B = rows["advantages"].ne(0).any(1)
     chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
     order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
+    bad = [text for name, tensor in rows.items() if (text := bad_rows(name, tensor, episodes))]
     passes = batches_of(learner, [episodes[row] for row in chosen])
     idle = ranks.idle_passes(len(passes))
     for micro in passes:
@@ -342,6 +349,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
         learner.accelerator.backward(loss)
         sums |= {"loss": loss.item(), "tokens_computed": tokens_read(learner, [episodes[row] for row in picked])}
+        bad += [text] if (text := bad_rows("log-probs", logprobs_BT, [episodes[row] for row in picked])) else []
         if critic_loss is not None:
             learner.accelerator.backward(critic_loss)
             sums["value_loss"] = critic_loss.item()
@@ -372,7 +380,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     if learner.critic is not None:
         metrics["explained_variance"] = explained_variance(*(ranks.stacked(rows[name])
                                                              for name in ("old_values", "targets", "mask")))
-    return metrics | {"nonzero_advantage_rows": ranks.joined(signal_B).double().mean().item()}
+    return metrics | {"nonzero_advantage_rows": ranks.joined(signal_B).double().mean().item(), "bad": ranks.joined(bad)}
 
 
 def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
@@ -391,7 +399,9 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     if learner.critic is not None:
         metrics["critic_grad_norm"] = clipped(learner.critic) if trained else 0.0
         checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
-    metrics["nonfinite"] = int(not all(map(math.isfinite, checked)))
+    metrics["nonfinite"] = int(bool(metrics["bad"]) or not all(map(math.isfinite, checked)))
+    if metrics["nonfinite"]:
+        metrics["where"] = where_not_finite(learner, episodes, metrics, weights, ages, proximal_BT, replayed)
     metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
@@ -404,6 +414,33 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     for optimizer in learner.optimizers().values():
         optimizer.zero_grad()
     return metrics
+
+
+def where_not_finite(learner: Learner, episodes, metrics: dict, *step) -> str:
+    """Where an update stopped being finite, the first place in the order of the computation: weights, what the step was given,
+    modules, log-probs, loss, gradients."""
+    if ranks.sharded():  # each process sees a part: no place that all of them agree on
+        return "; ".join(metrics["bad"][:2]) or "the loss or a gradient"
+    models = {"policy": learner.policy} | ({"critic": learner.critic} if learner.critic is not None else {})
+    for name, model in models.items():
+        if found := bad_weights(model, name):
+            return found
+    if metrics["bad"]:
+        module = first_bad_module(learner.policy, lambda: score(learner.policy, episodes, learner)) \
+            if metrics["bad"][0].startswith("log-probs") else None
+        return "; ".join(([f"output of {module}"] if module else []) + metrics["bad"][:2])
+    for name in ("loss", "value_loss"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            return f"{name.replace('_', ' ')} ({objective_of(learner.args).loss}), of finite log-probs and advantages"
+    for optimizer in learner.optimizers().values():
+        optimizer.zero_grad()
+    gradients(learner, episodes, *step)  # again: the clipping made all of them NaN
+    for name, model in models.items():  # the last one is where it starts: gradients come from the end
+        bad = [key for key, parameter in model.named_parameters()
+               if parameter.grad is not None and not bool(parameter.grad.isfinite().all())]
+        if bad:
+            return f"gradient of {name} {few(bad[::-1])}, of a finite loss"
+    return "the norm of finite gradients"
 
 
 def merged(updates: list[dict], names) -> dict:

@@ -26,7 +26,7 @@ IMAGE_TYPES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}  # by their
 
 
 def fail(message: str):
-    """As `runs.fail`, which imports torch: a page can be made where there is none."""
+    """As `durable.fail`, which imports torch: a page can be made where there is none."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
 

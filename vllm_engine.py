@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import ranks
 from models import banned_tokens, pixel_inputs, token_logprobs
 from rollout import Completion
+from watch import NotFinite
 
 CONNECTIONS = 64  # requests to a server side by side
 MAX_ANSWER_BYTES = 2**24
@@ -111,7 +112,7 @@ def checked(tokens, logprobs: list[float], reason: str | None) -> Completion:
     if len(tokens) != len(logprobs) or reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a sequence with {reason!r}, {len(tokens)} tokens and {len(logprobs)} log-probs")
     if not np.isfinite(logprobs).all():
-        raise RuntimeError("vLLM's log-probs are not finite: the policy's weights have diverged")
+        raise NotFinite("vLLM's log-probs are not finite: the policy's weights have diverged")
     return Completion(list(tokens), logprobs, reason)
 
 

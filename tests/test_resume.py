@@ -1,0 +1,590 @@
+"""Nothing is lost: a run that is killed, damaged, changed, started twice or fed NaN goes on as it would have, or says why not."""
+import gc
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+
+import durable
+import eval as eval_module
+import runs
+import samplers
+import train as train_module
+import update as update_module
+import watch
+from benchmarks.bench_faults import KINDS, SETUPS, differences, killed_run
+from envs import MissingData
+from train import Args, parse_args
+
+NOISY = '''"""FrozenLake whose first message depends on the global generators, as a careless task's would."""
+import random
+import numpy as np
+import torch
+from envs import FrozenLake
+
+
+class NoisyLake(FrozenLake):
+    def reset(self, problem_id, seed):
+        message = super().reset(problem_id, seed)
+        return message + " ." * (random.randint(0, 1) + np.random.randint(2) + int(torch.randint(2, ())))
+'''
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, tiny_folder):
+    """A run of seconds, on a task that draws from the global generators."""
+    task = tmp_path_factory.mktemp("task") / "noisy.py"
+    task.write_text(NOISY)
+    return ["--env", f"{task}:NoisyLake", "--model", str(tiny_folder), "--env-options", "prompt", "tiny", "--wandb", "off", "--max-turns",
+            "5", "--max-new-tokens", "6", "--lr", "1e-3", "--train-problems", "32", "--quiet", "true",
+            "--eval-problems", "8", "--eval-every", "0", "--problems-per-iteration", "3", "--group-size", "4", "--replay-batch-size",
+            "4", "--checkpoint-every", "2", "--keep-checkpoints", "3"]
+
+
+def start(folder, name, flags, *more):
+    return train_module.main(parse_args([*flags, "--runs-dir", str(folder), "--name", name, *map(str, more)]))
+
+
+def resume(run, *more):
+    return train_module.main(parse_args(["--resume", str(run), *map(str, more)]))
+
+
+def refused(call, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        call(*arguments)
+    code = stop.value.code
+    del stop
+    gc.collect()  # the traceback holds the run's lock, which a process that ends would let go
+    return code
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, flags):
+    """Six iterations that nothing disturbed; checkpoints after 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("runs")
+    start(folder, "whole", flags, "--iterations", 6)
+    assert len(durable.checkpoints(folder / "whole")) == 3
+    return folder / "whole"
+
+
+def without_last(whole, folder, checkpoints=1, name="whole"):
+    """A copy as if it had been killed after its last but one checkpoint, in the middle of a line."""
+    run = folder / name
+    shutil.copytree(whole, run)
+    for checkpoint in durable.checkpoints(run)[3 - checkpoints:]:
+        shutil.rmtree(checkpoint)
+    (run / "summary.json").unlink()
+    for log in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):
+        with open(run / log, "r+") as file:
+            file.truncate((run / log).stat().st_size - 40)
+    return run
+
+
+# ------------------------------------------------------------------------------------------------- damage
+
+
+def damaged(folder, how):
+    if how == "truncated":
+        path = folder / "policy_optimizer.safetensors"
+        os.truncate(path, path.stat().st_size // 2)
+    elif how == "flipped":
+        path = folder / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif how == "missing":
+        path = next((folder / "buffer").glob("*.npz"))
+        path.unlink()
+    elif how == "no manifest":
+        path = folder / "manifest.json"
+        path.unlink()
+    else:
+        path = folder / "state.json"
+        path.write_text(path.read_text()[:50])
+    return path.name
+
+
+@pytest.mark.parametrize("how, words", [("truncated", "bytes instead of"), ("flipped", "checksum"), ("missing", "missing"),
+                                        ("no manifest", "missing"), ("half a state", "cannot be read")])
+def test_damage_is_seen_and_named(whole, tmp_path, how, words):
+    folder = tmp_path / "step_1"
+    shutil.copytree(durable.checkpoints(whole)[-1], folder)
+    assert durable.damage(folder) is None
+    name = damaged(folder, how)
+    assert name in durable.damage(folder) and words in durable.damage(folder)
+
+
+def test_every_flipped_byte_of_a_small_checkpoint_is_seen(tmp_path):
+    with durable.whole_folder(tmp_path / "step_1") as folder:
+        (folder / "state.json").write_text('{"format": 2}')
+        (folder / "weights").write_bytes(b"abc")
+    for path in (tmp_path / "step_1").iterdir():
+        content = path.read_bytes()
+        for place in range(len(content)):
+            for bit in (1, 128):
+                changed = bytearray(content)
+                changed[place] ^= bit
+                path.write_bytes(changed)
+                try:
+                    same = json.loads(changed) == json.loads(content) and path.name == "manifest.json"
+                except ValueError:
+                    same = False
+                assert durable.damage(tmp_path / "step_1") or same, (path.name, place)  # white space of the manifest may differ
+        path.write_bytes(content)
+    assert durable.damage(tmp_path / "step_1") is None
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_leads_to_the_same_end(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path)
+    broken = durable.checkpoints(run)[-1]
+    name = damaged(broken, "flipped")
+    resume(run, "--keep-checkpoints", 1)
+    message = capsys.readouterr()
+    assert f"{broken} is damaged (the checksum of {name} is wrong)" in message.err
+    assert differences(whole, run) == ["state.json"]  # which holds --keep-checkpoints
+    kept, aside = sorted(path.name for path in (run / "checkpoints").iterdir()), f"damaged_{broken.name}_"
+    assert len(kept) == 2 and kept[0].startswith(aside)  # it is not one of those that --keep-checkpoints counts
+
+
+def test_only_damaged_checkpoints_are_an_error_that_says_what_to_do(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path)
+    for folder in durable.checkpoints(run):
+        damaged(folder, "truncated")
+    assert refused(resume, run) == 2
+    assert f"delete {run / 'checkpoints'}" in capsys.readouterr().err
+
+
+def test_what_a_kill_leaves_in_the_folder_is_put_right(tmp_path):
+    for name in (".step_4.old", ".step_6.old", "step_6", ".step_8.tmp", ".step_2.gone"):
+        (tmp_path / name).mkdir()
+    durable.recover(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
+
+
+def test_a_folder_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    with durable.whole_folder(tmp_path / "step_1") as folder:
+        (folder / "state.json").write_text('{"format": 2}')
+    with pytest.raises(ValueError):
+        with durable.whole_folder(tmp_path / "step_1") as folder:
+            (folder / "state.json").write_text("half")
+            raise ValueError("no")
+    assert durable.damage(tmp_path / "step_1") is None and [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("limit, words", [(3_000_000, "step_"), (20_000, "whole: ")])  # bytes a file may have: weights, then logs
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, tmp_path, capsys, limit, words):
+    run = without_last(whole, tmp_path)
+    last = durable.checkpoints(run)[-1]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        assert refused(resume, run) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = capsys.readouterr().err
+    assert "cannot write" in message and words in message and f"{last} is complete" in message and "--resume" in message
+    assert durable.checkpoints(run)[-1] == last and durable.damage(last) is None
+    assert not list((run / "checkpoints").glob(".*"))
+    resume(run)
+    assert not differences(whole, run)
+
+
+# ------------------------------------------------------------------------------------------------- exactly as before
+
+
+def test_a_run_that_was_cut_in_the_middle_of_a_line_ends_as_the_whole_one(whole, tmp_path):
+    run = without_last(whole, tmp_path)
+    resume(run)
+    assert not differences(whole, run)
+
+
+def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path, checkpoints=3)
+    (run / "checkpoints" / ".step_2.tmp").mkdir()
+    resume(run)
+    assert "starts anew" in capsys.readouterr().out and not differences(whole, run)
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_gets_its_summary(whole, tmp_path, capsys):
+    run = tmp_path / "whole"
+    shutil.copytree(whole, run)
+    (run / "summary.json").unlink()
+    resume(run)
+    assert not differences(whole, run)
+    assert refused(resume, run) == 2 and "raise --iterations" in capsys.readouterr().err
+
+
+def test_differences_are_seen(whole, tmp_path, flags):
+    """The comparison that all these tests rest on."""
+    start(tmp_path, "other", flags, "--iterations", 6, "--lr", 1.1e-3)
+    found = differences(whole, tmp_path / "other")
+    assert {"metrics.jsonl", "model.safetensors", "policy_optimizer.safetensors", "arrays of buffer"} <= set(found)
+    run = tmp_path / "whole"
+    shutil.copytree(whole, run)
+    path = durable.checkpoints(run)[-1] / "random" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"python_gauss": 1.0}))
+    assert differences(whole, run) == ["random/state.json"]
+
+
+def test_the_global_generators_go_on_where_they_were(tmp_path):
+    generators = durable.GlobalRandomness(3)
+    draw = lambda: (random.random(), random.gauss(0, 1), np.random.normal(), torch.rand(2).tolist())  # noqa: E731
+    draw()
+    generators.save(tmp_path / "random")
+    expected = draw()
+    durable.GlobalRandomness(4)
+    durable.GlobalRandomness.load(tmp_path / "random")
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tmp_path, flags, monkeypatch, capfd, number):
+    real = samplers.collect
+
+    def collect(*arguments, iteration, **more):
+        if iteration == 3:
+            os.kill(os.getpid(), number)
+        return real(*arguments, iteration=iteration, **more)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(samplers, "collect", collect)
+    assert refused(start, tmp_path, "whole", flags, "--iterations", 6) == 128 + number
+    assert signal.getsignal(number) == before
+    run = tmp_path / "whole"
+    told = capfd.readouterr().err
+    assert f"{number.name}: the run ends after this iteration" in told and "ended after iteration 3 of 6" in told
+    assert f"--resume {run}" in told
+    assert json.loads((durable.checkpoints(run)[-1] / "state.json").read_text())["iteration"] == 3
+    monkeypatch.undo()
+    resume(run)
+    assert not differences(whole, run)
+
+
+def test_a_second_signal_acts_at_once(capfd):
+    with runs.Interrupt(lambda: None) as stop:
+        assert stop.signal == 0
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
+def test_an_adapter_does_not_need_the_cache_that_it_began_from(tmp_path, quick_flags, tiny_folder):
+    more, flags = ("--lora-rank", 2, "--kl-coef", 0.01, "--iterations", 2, "--checkpoint-every", 1), quick_flags
+    cache = tmp_path / "cache"
+    start(tmp_path, "whole", flags, *more)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(durable.checkpoints(tmp_path / "parts")[-1])
+    resume(tmp_path / "parts", "--cache-dir", cache)
+    assert not cache.exists() and not [
+        name for name in differences(tmp_path / "whole", tmp_path / "parts") if name not in ("state.json", "adapter_config.json")]
+    from peft import AutoPeftModelForCausalLM
+
+    from models import load_policy
+    last = durable.checkpoints(tmp_path / "parts")[-1]
+    AutoPeftModelForCausalLM.from_pretrained(last)  # peft itself finds the base, while the folder is where it was
+    moved = tmp_path / "moved"
+    shutil.move(last, moved)
+    assert load_policy(moved)[0]
+    shutil.rmtree(moved / "base")
+    with pytest.raises(MissingData, match="needs its base model"):
+        load_policy(moved)
+
+
+# ------------------------------------------------------------------------------------------------- changes
+
+
+def edit_config(run, **changes):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump(config | changes))
+
+
+def test_a_setting_changed_in_the_config_is_named_and_refused_or_allowed(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path)
+    edit_config(run, tau=7.0)
+    assert refused(resume, run) == 2
+    message = capsys.readouterr().err
+    assert "--tau was 30.0" in message and "cannot become 7.0" in message and "max_grad_norm" in message
+    edit_config(run, tau=30.0, lr=2e-3)
+    resume(run)
+    assert "changed on resume: --lr 0.001 -> 0.002" in capsys.readouterr().out
+
+
+def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
+    run = without_last(whole, tmp_path)
+    real = durable.digest
+    monkeypatch.setattr(durable, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
+    monkeypatch.setattr(durable, "transformers", types.SimpleNamespace(__version__="9.9"))
+    resume(run)
+    message = capsys.readouterr().err
+    assert "warning: changed since the checkpoint was written: noisy.py, transformers " in message and "-> 9.9, update.py." in message
+
+
+def test_checkpoints_of_older_code_load_and_those_of_newer_code_are_refused(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path)
+    for folder in durable.checkpoints(run):
+        state = json.loads((folder / "state.json").read_text())
+        shutil.rmtree(folder / "random")
+        for name in ("manifest.json", "watch.json", "watch.npz"):
+            (folder / name).unlink()
+        old = {key: value for key, value in state.items() if key not in ("format", "args", "surroundings", "last")}
+        (folder / "state.json").write_text(json.dumps(old))
+    resume(run)
+    assert "older than the state of 'random', which begins anew" in capsys.readouterr().out
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+    folder = durable.checkpoints(run)[-1]
+    with durable.whole_folder(run / "checkpoints" / "step_99999") as newer:
+        (newer / "state.json").write_text(json.dumps(json.loads((folder / "state.json").read_text()) | {"format": 99}))
+    assert refused(resume, run) == 2 and "format 99" in capsys.readouterr().err
+
+
+def test_a_key_that_this_code_does_not_know_says_where_it_comes_from(whole, tmp_path, capsys):
+    run = without_last(whole, tmp_path)
+    edit_config(run, gone=1)
+    assert refused(resume, run) == 2
+    message = capsys.readouterr().err
+    assert "gone" in message and "another version" in message
+
+
+# ------------------------------------------------------------------------------------------------- two at once
+
+
+def test_a_folder_belongs_to_one_process(whole, tmp_path, flags, capsys):
+    run = without_last(whole, tmp_path)
+    lock = durable.claim(run)
+    assert refused(resume, run) == 2
+    message = capsys.readouterr().err
+    assert f"{run} is being trained by process {os.getpid()} on" in message
+    assert refused(start, tmp_path, "whole", flags) == 2 and "is being trained by" in capsys.readouterr().err
+    lock.close()
+    assert durable.holder(run) is None
+    assert refused(start, tmp_path, "whole", flags) == 2 and f"exists already: choose another --name, or go on with --resume {run}" in \
+        capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
+    assert refused(start, tmp_path, "mine", flags) == 2 and "it is no run" in capsys.readouterr().err
+
+
+def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
+    durable.claim(tmp_path / "x").close()
+    assert durable.taken(tmp_path / "x") is None
+    assert "being trained" in durable.taken(tmp_path / "x") if (lock := durable.claim(tmp_path / "x")) else None
+    assert durable.taken(tmp_path / "x", mine=True) is None
+    lock.close()
+
+
+def test_readers_of_a_growing_run_leave_out_half_a_line(whole, tmp_path):
+    """compare, show and replay while a run writes: each through its command line."""
+    run = without_last(whole, tmp_path)
+    for command in (["compare", run, "--y", "fresh/reward", "--out", tmp_path / "c"], ["show", run], ["replay", run]):
+        eval_module.dispatch(list(map(str, command)))
+
+
+# ------------------------------------------------------------------------------------------------- not finite
+
+
+def messed(monkeypatch, mess, at=2):
+    """`mess(learner, episodes)` once, after the advantages of iteration `at`."""
+    real = train_module.add_advantages
+
+    def add_advantages(learner, episodes):
+        real(learner, episodes)
+        if episodes[0].iteration == at:
+            mess(learner, episodes)
+
+    monkeypatch.setattr(train_module, "add_advantages", add_advantages)
+
+
+def events_of(run):
+    return [line for line in map(json.loads, (run / "episodes.jsonl").read_text().splitlines()) if "event" in line]
+
+
+def spoil_weight(learner, episodes):
+    with torch.no_grad():
+        dict(learner.policy.named_parameters())["model.layers.1.mlp.up_proj.weight"][0, 0] = math.nan
+
+
+def spoil_module(learner, episodes):
+    learner.policy.model.layers[1].mlp.register_forward_hook(
+        lambda module, inputs, output: output * math.inf)
+
+
+def spoil_gradient(monkeypatch):
+    real = update_module.policy_loss
+
+    def policy_loss(name, logprobs_BT, *arguments, **more):
+        loss, part = real(name, logprobs_BT, *arguments, **more)
+        return loss + (logprobs_BT * 0).square().sum().sqrt(), part  # the gradient of sqrt at 0
+
+    monkeypatch.setattr(update_module, "policy_loss", policy_loss)
+
+
+@pytest.mark.parametrize("mess, words", [
+    (spoil_weight, ["weights of the policy: model.layers.1.mlp.up_proj.weight"]),
+    (spoil_module, ["output of model.layers.1.mlp (", "log-probs (", "episodes: iteration 2 group"]),
+])
+def test_what_is_not_finite_is_named_where_it_starts(tmp_path, flags, monkeypatch, mess, words):
+    messed(monkeypatch, mess)
+    assert refused(start, tmp_path, "x", flags, "--iterations", 3) == 2
+    event = events_of(tmp_path / "x")[0]
+    assert "not finite" in event["event"] and event["iteration"] == 2
+    assert all(word in event["where"] for word in words), event["where"]
+
+
+def test_a_loss_or_a_gradient_that_is_not_finite_is_named(tmp_path, flags, monkeypatch, capsys):
+    spoil_gradient(monkeypatch)
+    assert refused(start, tmp_path, "gradient", flags, "--iterations", 2) == 2
+    where = events_of(tmp_path / "gradient")[0]["where"]
+    assert where.startswith("gradient of policy lm_head.weight") or where.startswith("gradient of policy model.norm.weight"), where
+    assert "of a finite loss" in where and "it starts in: gradient of policy" in capsys.readouterr().out
+    monkeypatch.undo()
+    real = update_module.policy_loss
+    monkeypatch.setattr(update_module, "policy_loss", lambda *args, **more: (real(*args, **more)[0] * math.inf, {}))
+    assert refused(start, tmp_path, "loss", flags, "--iterations", 2) == 2
+    assert events_of(tmp_path / "loss")[0]["where"] == "loss (ppo_clip), of finite log-probs and advantages"
+
+
+@pytest.mark.parametrize("place", ["advantages", "values", "log-probs in sampling", "probe"])
+def test_what_is_not_finite_outside_an_update_ends_the_run_with_its_name(tmp_path, flags, monkeypatch, capsys, place):
+    more, words = [], ["advantages (grpo) from finite rewards (NaN) of 1 of 12 episodes: iteration 1 group 3"]
+    if place == "advantages":
+        real = update_module.compute_advantages
+
+        def compute_advantages(*arguments, **options):
+            advantages_BT = real(*arguments, **options)
+            advantages_BT[0] = math.nan
+            return advantages_BT
+
+        monkeypatch.setattr(update_module, "compute_advantages", compute_advantages)
+    elif place == "values":
+        more, words = ["--algo", "ppo"], ["values of the critic (NaN)"]
+        real = train_module.make_learner
+
+        def make_learner(*arguments):
+            learner = real(*arguments)
+            learner.critic.head.bias.data.fill_(math.nan)
+            return learner
+
+        monkeypatch.setattr(train_module, "make_learner", make_learner)
+    elif place == "probe":
+        more, words = ["--tau", "auto", "--probe-episodes", 4, "--replay-updates", 0], ["log-probs of the policy", "weights of the policy: lm_head"]
+        real = train_module.sequence_log_ratios
+
+        def sequence_log_ratios(learner, episodes):
+            learner.policy.lm_head.weight.data[3] = math.nan
+            return real(learner, episodes)
+
+        monkeypatch.setattr(train_module, "sequence_log_ratios", sequence_log_ratios)
+    else:
+        words = ["not finite in sampling", "it starts in: weights of the policy: lm_head.weight"]
+        real = train_module.update
+
+        def spoiled(learner, *arguments, **options):
+            metrics = real(learner, *arguments, **options)
+            learner.policy.lm_head.weight.data[3] = math.nan
+            return metrics
+
+        monkeypatch.setattr(train_module, "update", spoiled)
+        more = ["--replay", "none"]
+    assert refused(start, tmp_path, "x", flags, "--iterations", 2, *more) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+# ------------------------------------------------------------------------------------------------- told once
+
+
+def test_answers_that_are_never_valid_are_told_once_and_not_again_on_resume(tmp_path, flags, capsys):
+    more = ["--max-new-tokens", 1, "--checkpoint-every", 1]
+    start(tmp_path, "x", flags, *more, "--iterations", 2)
+    out = capsys.readouterr().out
+    assert out.count("answers was valid") == 1 and out.count("nearly every answer was cut at --max-new-tokens 1") == 1
+    assert "--format-penalty" in out and "or its answers are cut" in out
+    resume(tmp_path / "x", "--iterations", 3)
+    assert "answers was valid" not in capsys.readouterr().out
+    assert [event["iteration"] for event in events_of(tmp_path / "x")] == [1, 1]
+
+
+def test_a_gradient_spike_is_told_once(tmp_path, flags, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "SPIKE_HISTORY", 10)
+    real, calls = update_module.policy_loss, []
+
+    def policy_loss(*arguments, **more):
+        calls.append(1)
+        loss, part = real(*arguments, **more)
+        return loss * (1e4 if len(calls) > 12 else 1), part
+
+    monkeypatch.setattr(update_module, "policy_loss", policy_loss)
+    start(tmp_path, "x", flags, "--iterations", 8, "--max-grad-norm", 0.5)
+    out = capsys.readouterr().out
+    assert out.count("the gradient norm of a replay update is") == 1 and out.count("the gradient norm of a fresh update is") <= 1
+    assert "times the median of the last" in out and "--max-grad-norm 0.5" in out and "--max-age" in out
+
+
+def test_a_collapsed_entropy_and_exploded_ratios_are_told_once(tmp_path, flags, monkeypatch, capsys):
+    def sharpen(learner, episodes):
+        learner.policy.lm_head.weight.data.mul_(40)
+
+    messed(monkeypatch, sharpen, at=2)
+    start(tmp_path, "x", flags, "--iterations", 4, "--lr", 1e-5)
+    out = capsys.readouterr().out
+    assert out.count("the entropy has collapsed to") == 1 and "--entropy-coef" in out
+    assert out.count("the ratios of a fresh update have exploded") == 1 and "--fresh-epochs 1" in out
+    assert out.count("the ratios of a replay update have exploded") == 1 and "--tau, --max-age" in out
+
+
+def test_a_sound_run_is_told_nothing(whole):
+    assert not events_of(whole)
+
+
+def test_the_median_of_a_spike_is_of_updates_before_it():
+    look = watch.Watch(Args())
+    usual = {"grad_norm": 1.0, "tokens_trained": 5}
+    assert not look.gradient("fresh", [usual] * 9 + [usual | {"grad_norm": 1000.0}])  # too few to know what is usual
+    assert look.norms["fresh"][-1] == 1000.0
+    assert not look.gradient("fresh", [usual] * 60) and len(look.norms["fresh"]) == watch.SPIKE_HISTORY
+    assert not look.gradient("fresh", [usual | {"grad_norm": watch.SPIKE}])
+    assert list(look.gradient("fresh", [usual | {"grad_norm": 1.01 * watch.SPIKE}])) == ["spike fresh"]
+    assert not look.gradient("replay", [usual | {"grad_norm": 1000.0}])
+    again = watch.Watch(Args())
+    again.load_state_dict(json.loads(json.dumps(look.state_dict())))
+    assert again.state_dict() == look.state_dict()
+
+
+# ------------------------------------------------------------------------------------------------- kills
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_three_times_ends_as_the_one_that_was_not(tmp_path, cache_dir):
+    from benchmarks.bench_faults import SMALL
+    small = ["--wandb", "off", "--cache-dir", cache_dir, *SMALL, "--iterations", 6, *SETUPS["tau auto, problem heap, keep 1"]]
+    start(tmp_path, "whole", list(map(str, small)))
+    kinds = random.Random(0).sample(KINDS, 3)
+    story = killed_run(tmp_path, "killed", small, kinds, random.Random(1))
+    assert [kind for kind, _ in story] == kinds
+    assert not differences(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_two_starts_of_one_name_at_one_moment(tmp_path, quick_flags):
+    command = [sys.executable, str(ROOT / "train.py"), *quick_flags, "--runs-dir", str(tmp_path), "--name", "x", "--iterations", "2"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=500) for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2]
+    loser = next(error for process, (_, error) in zip(both, outputs) if process.returncode == 2)
+    assert "is being trained by process" in loser
+    assert [line["iteration"] for line in map(json.loads, (tmp_path / "x" / "metrics.jsonl").read_text().splitlines())] == [1, 2]

@@ -1,0 +1,154 @@
+"""What may be going wrong in a run: where a number stops being finite, and what is worth a warning, with the flag that helps."""
+import math
+from functools import partial
+
+import numpy as np
+import torch
+
+# ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
+SPIKE = 30.0  # times the median gradient norm of the same kind of update
+SPIKE_HISTORY = 50  # updates that the median is taken over, and at least a fifth of them
+ENTROPY_LEFT = 0.03  # share of the entropy of the first iteration
+RATIO_KL = 2.0  # nats a token between the sampling and the current policy
+RATIO_ESS = 0.02  # effective sample size as a share of the tokens
+CUT = 0.9  # share of answers that hit --max-new-tokens
+
+
+class NotFinite(ValueError):
+    """A NaN or an infinity where the run cannot go on; the message says where it starts."""
+
+
+# --------------------------------------------------------------------------------------------------- where it starts
+
+
+def few(names: list[str], most: int = 3) -> str:
+    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def named(episodes) -> str:
+    return few([f"iteration {episode.iteration} group {episode.group_id} problem {episode.problem_id}" for episode in episodes])
+
+
+def bad_rows(name: str, tensor, episodes) -> str | None:
+    """`name` and the episodes whose row of `tensor` (B, ...) is not finite, or None."""
+    if not torch.is_floating_point(tensor) or bool(tensor.isfinite().all()):
+        return None
+    rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+    kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
+    return f"{name} ({kind}) of {len(rows)} of {len(episodes)} episodes: {named([episodes[row] for row in rows])}"
+
+
+def bad_weights(model, name: str = "policy") -> str | None:
+    """The parameters of `model` that are not finite, or None."""
+    bad = [key for key, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    return f"weights of the {name}: {few(bad)}" if bad else None
+
+
+def require_finite(name: str, tensor, episodes, *models):
+    """NotFinite with `name`, the episodes and, where they are the cause, the weights of `models`."""
+    found = bad_rows(name, torch.as_tensor(tensor), episodes)
+    if found:
+        weights = [text for model in models if model is not None and (text := bad_weights(model))]
+        raise NotFinite(f"not finite: {'; '.join([*weights, found])}. The last checkpoint is from before; a smaller --lr or "
+                        "--max-grad-norm often helps")
+
+
+@torch.no_grad()
+def first_bad_module(model, forward) -> str | None:
+    """Name of the first module whose output is not finite while `forward()` runs, or None."""
+    found = []
+
+    def look(module, inputs, output, name):
+        parts = output if isinstance(output, (tuple, list)) else [output]
+        if not found and any(torch.is_tensor(part) and torch.is_floating_point(part) and not bool(part.isfinite().all())
+                             for part in parts):
+            found.append(f"{name or 'the whole model'} ({type(module).__name__})")
+
+    handles = [module.register_forward_hook(partial(look, name=name)) for name, module in model.named_modules()]
+    try:
+        forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+# --------------------------------------------------------------------------------------------------- told once
+
+
+class Watch:
+    """Looks at each iteration and says once, with the likely cause and the flags that help, what may be going wrong. Its state
+    goes into checkpoints, so that a resumed run does not say it again."""
+
+    def __init__(self, args):
+        self.args, self.told, self.norms, self.entropy = args, [], {"fresh": [], "replay": []}, None
+
+    def state_dict(self) -> dict:
+        return {"told": self.told, "norms": self.norms, "entropy": self.entropy}
+
+    def load_state_dict(self, state: dict):
+        self.told, self.norms, self.entropy = state["told"], state["norms"], state["entropy"]
+
+    def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict]) -> list[str]:
+        """New warnings after an iteration: the `info` of its episodes and the metrics of its updates."""
+        found = {**self.answers(infos), **self.gradient("fresh", fresh), **self.gradient("replay", replayed),
+                 **self.entropy_of(fresh or replayed), **self.ratios("fresh", fresh), **self.ratios("replay", replayed)}
+        new = [kind for kind in found if kind not in self.told]
+        self.told += new
+        return [found[kind] for kind in new]
+
+    def answers(self, infos: list[dict]) -> dict:
+        turns, failed, cut = (sum(info[key] for info in infos) for key in ("turns", "parse_failures", "length_stops"))
+        found = {}
+        if turns and failed == turns:
+            found["parse"] = (
+                f"not one of {turns} answers was valid: only the format penalty is left to learn from. Likely the model does "
+                f"not know the task's answer format{', or its answers are cut' if cut > turns / 2 else ''}: see eval.py show; "
+                "--max-new-tokens higher, --temperature lower, --format-penalty above 0, or a model that follows "
+                "instructions (for --model tiny: more --warm-start-updates)")
+        if turns and cut > CUT * turns:
+            found["cut"] = f"nearly every answer was cut at --max-new-tokens {self.args.max_new_tokens}; a higher limit may help"
+        return found
+
+    def gradient(self, kind: str, updates: list[dict]) -> dict:
+        found, norms = {}, self.norms[kind]
+        for update in updates:
+            norm = update["grad_norm"]
+            if not update["tokens_trained"] or not math.isfinite(norm):
+                continue
+            middle = float(np.median(norms)) if norms else math.inf
+            if len(norms) >= SPIKE_HISTORY / 5 and norm > SPIKE * middle > 0:
+                stale = "stale episodes with large ratios (--tau or --max-age smaller, --dual-clip 3), or " * (kind == "replay")
+                found[f"spike {kind}"] = (
+                    f"the gradient norm of a {kind} update is {norm:.3g}, {norm / middle:.0f} times the median of the last "
+                    f"{len(norms)}; it was clipped to --max-grad-norm {self.args.max_grad_norm:g}. Likely {stale}a step that was "
+                    "too long (a smaller --lr or --max-grad-norm)")
+            norms.append(norm)
+            del norms[:-SPIKE_HISTORY]
+        return found
+
+    def entropy_of(self, updates: list[dict]) -> dict:
+        values = [update["entropy"] for update in updates if math.isfinite(update.get("entropy", math.nan))]
+        if not values:
+            return {}
+        now = float(np.mean(values))
+        if self.entropy is None:
+            self.entropy = now
+        if now >= ENTROPY_LEFT * self.entropy:
+            return {}
+        return {"entropy": f"the entropy has collapsed to {now:.2g} nats a token, {now / self.entropy:.1%} of the first "
+                "iteration's: the samples of a group are nearly the same, and little is left to learn from. Likely too long or "
+                "too many steps: --entropy-coef 0.001, --eps-high 0.28, --kl-coef 0.01, a smaller --lr, fewer --replay-updates"}
+
+    def ratios(self, kind: str, updates: list[dict]) -> dict:
+        for update in updates:
+            kl, ess, clamped = (update.get(key) for key in ("kl_behavior_k3", "ess_token", "clamped"))
+            if kl is None or ess is None or not (kl > RATIO_KL or ess < RATIO_ESS or clamped):
+                continue
+            cause = "the episodes are too old for this learning rate: --tau, --max-age or --capacity smaller, fewer " \
+                "--replay-updates, a smaller --lr" if kind == "replay" else \
+                "sampler and trainer disagree (see fresh/sampler_trainer_difference; --dtype float32), or several steps on one " \
+                "batch went too far (--fresh-epochs 1, a smaller --lr)"
+            return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "
+                    f"token, effective sample size {ess:.1%}, {clamped or 0:.0f} log-ratios beyond 20. Likely {cause}"}
+        return {}
