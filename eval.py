@@ -9,6 +9,7 @@
     python eval.py replay runs/NAME                          # pictures of a run's replay
     python eval.py show runs/NAME                            # a run's episodes, to read
     python eval.py plan --mu 5 --alpha 0.1 --rho 0.1         # buffer size and reuse that theory advises
+    python eval.py fits                                      # the memory that training needs, and where it fits
 
 (each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """
@@ -48,7 +49,8 @@ from runs import episode_record, finite_or_none, read_yaml, with_files
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
 
-SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer", "plan": "planner"}  # word: its module
+SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer", "plan": "planner",
+               "fits": "fits"}  # word: its module
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
 PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
 

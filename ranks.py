@@ -44,13 +44,6 @@ def start() -> Accelerator:
     if lonely:  # accelerate's launcher for CPUs sets a meeting point and then starts a single process
         raise ValueError("`accelerate launch` was asked for several processes on a CPU and silently started one; use "
                          "torchrun --nproc_per_node N train.py ...")
-    accelerator = Accelerator(cpu=on_cpu)
-    if accelerator.num_processes != promised:
-        raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
-                         "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
-    if accelerator.mixed_precision != "no":
-        raise ValueError(f"mixed_precision {accelerator.mixed_precision} in the accelerate config: set it to 'no'; the data type "
-                         "of the weights is --dtype")
     if option("ACCELERATE_USE_DEEPSPEED"):
         raise ValueError("DeepSpeed is not supported: configs/accelerate/fsdp2.yaml splits weights, gradients and optimiser over "
                          "the GPUs as ZeRO-3 does")
@@ -59,6 +52,13 @@ def start() -> Accelerator:
                               ("FSDP_ACTIVATION_CHECKPOINTING", "false", "use --gradient-checkpointing")):
         if option("ACCELERATE_USE_FSDP") and os.environ.get(name, wanted).lower() != wanted:
             raise ValueError(f"{name.lower()} in the accelerate config must be {wanted}: {why}")
+    accelerator = Accelerator(cpu=on_cpu)
+    if accelerator.num_processes != promised:
+        raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
+                         "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
+    if accelerator.mixed_precision != "no":
+        raise ValueError(f"mixed_precision {accelerator.mixed_precision} in the accelerate config: set it to 'no'; the data type "
+                         "of the weights is --dtype")
     return accelerator
 
 

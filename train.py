@@ -603,6 +603,8 @@ def engine_kind(args: Args) -> tuple[str, str]:
         return args.engine, "as --engine asks"
     if not torch.cuda.is_available():
         return "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
+    if ranks.world() > 1:
+        return "hf", "of several processes; --engine http://HOST:PORT, a `vllm serve`, samples faster"
     if importlib.util.find_spec("vllm") is None:
         return "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
     return "vllm", "there is a GPU"
@@ -674,8 +676,8 @@ def main(args: Args) -> dict:
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
     parameters = matmul_parameters(policy)
     # the reference is the policy at the start, also when a run is resumed
-    if ranks.sharded() and (chat.image_processor is not None or args.sync_every > 1):
-        fail("policies that take images, and --sync-every above 1, do not run with sharded weights; use "
+    if ranks.sharded() and (chat.image_processor is not None or args.sync_every > 1 or engine_kind(args)[0] != "hf"):
+        fail("policies that take images, --sync-every above 1 and engines but hf do not run with sharded weights; use "
              "configs/accelerate/ddp.yaml")
     learner = make_learner(args, policy, chat.image_processor)
 

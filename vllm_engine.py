@@ -365,6 +365,12 @@ class VLLMServer:
             pool.shutdown(wait=False, cancel_futures=True)  # after an error, or Ctrl-C, the rest is not sent
 
     def sync(self):
+        """`send`, by one of the processes that share the server."""
+        if ranks.first():
+            self.send()
+        self.model = ranks.common(self.model)
+
+    def send(self):
         """Send the policy's weights through the shared folder, forget what was cached, check a probe's log-probs."""
         self.syncs += 1
         parent = Path(self.folder.name)

@@ -9,16 +9,21 @@ import sys
 import numpy as np
 import pytest
 import torch
-import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from conftest import ROOT, train
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import fits
 import losses
 import ranks
 from buffer import Episode, ReplayBuffer, use_stats
 from models import layers_of, load_policy
 from train import Args, make_learner
-from update import gradients
+from update import gradients, update
 
 FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
 
@@ -72,7 +77,7 @@ def agree(one, two, tolerance=1e-5, but=()):
 
 
 # five groups on two ranks, five mini-batches: in each of them one rank has no row
-UNEVEN = ["--iterations", "2", "--problems-per-iteration", "5", "--minibatches", "5", "--eval-problems", "17"]
+UNEVEN = ["--lr", "1e-4", "--iterations", "2", "--problems-per-iteration", "5", "--minibatches", "5", "--eval-problems", "17"]
 
 
 def test_two_ranks_are_one_process(tmp_path, quick_flags):
@@ -228,6 +233,10 @@ def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
         started(monkeypatch, MASTER_ADDR="127.0.0.1", ACCELERATE_MIXED_PRECISION="no")
     with pytest.raises(ValueError, match=r"4 processes \(WORLD_SIZE\), but this one sees 1"):
         started(monkeypatch, WORLD_SIZE="4")
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(ValueError, match="fsdp2.yaml"):
+        started(monkeypatch, ACCELERATE_USE_DEEPSPEED="true")
+    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     with pytest.raises(ValueError, match="fsdp_version"):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
     with pytest.raises(ValueError, match="gradient-checkpointing"):
@@ -299,10 +308,13 @@ def test_sharded_weights_give_the_same_run(tmp_path, quick_flags, flags):
     agree(tmp_path / "one", tmp_path / "two", tolerance=1e-4, but=("buffer/",))
 
 
-def test_ddp_and_fsdp_configs_say_what_they_do():
+def test_configs_are_what_accelerate_knows():
+    kinds = {}
     for path in sorted(FSDP.parent.glob("*.yaml")):
-        config = yaml.safe_load(path.read_text())
-        assert config["mixed_precision"] == "no" and path.read_text().startswith("#")
+        config = load_config_from_file(str(path))
+        kinds[path.stem] = config.distributed_type.value
+        assert config.mixed_precision == "no" and not config.use_cpu and path.read_text().startswith("#")
+    assert kinds == {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "zero3": "DEEPSPEED"}
 
 
 # --------------------------------------------------------------------------------------------- gradient checkpointing
@@ -325,3 +337,77 @@ def test_gradient_checkpointing_gives_the_same_gradient(tiny_folder, monkeypatch
         found.append([parameter.grad for module in (learner.policy, learner.critic) for parameter in module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert calls.count((True, False)) == 2 * calls.count((False, False)) and not any(training for _, training in calls)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once; kernels' own scratch is not seen."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.alive, self.peak = {}, 0
+        for tensor in tensors:
+            self.note(tensor)
+
+    def note(self, tensor):
+        storage = tensor.untyped_storage()
+        self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor)
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+WIDE = dict(hidden=128, intermediate=512, layers=6, heads=4, kv_heads=2, head_dim=32, vocabulary=8000, tied=False)
+NARROW = dict(hidden=128, intermediate=1536, layers=4, heads=4, kv_heads=2, head_dim=32, vocabulary=200, tied=True)
+
+
+@pytest.mark.parametrize("shape, flags", [
+    (WIDE, {}), (WIDE, {"dtype": "bfloat16"}), (WIDE, {"dtype": "bfloat16", "gradient_checkpointing": True}),
+    (WIDE, {"dtype": "bfloat16", "lora_rank": 8}), (WIDE, {"algo": "ppo"}), (WIDE, {"kl_coef": 0.1}),
+    (NARROW, {"gradient_checkpointing": True}), (NARROW, {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": True})],
+    ids=lambda value: "-".join(map(str, value)) if "hidden" not in value else "narrow" if value["tied"] else "wide")
+def test_memory_is_what_torch_allocates(shape, flags):
+    rows, length = 4, 512  # half of the tokens are sampled, as many as a chunk of logits
+    config = LlamaConfig(vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
+                         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], head_dim=shape["head_dim"],
+                         num_key_value_heads=shape["kv_heads"], tie_word_embeddings=shape["tied"])
+    assert fits.shape_of(config) == shape
+    policy = LlamaForCausalLM(config).to(getattr(torch, flags.get("dtype", "float32"))).eval()
+    part = fits.parameters(shape)
+    assert sum(parameter.numel() for parameter in policy.parameters()) == \
+        part["layer"] * shape["layers"] + part["embedding"] + part["head"] + shape["hidden"]
+    learner = make_learner(Args(max_turns=1, max_new_tokens=length, micro_batch_tokens=rows * length, **flags), policy)
+    rng = np.random.default_rng(0)
+    episodes = [make_episode(tokens=rng.integers(0, shape["vocabulary"], length)) for _ in range(rows)]
+    for episode in episodes:
+        episode.values = np.zeros(length, np.float32)
+    update(learner, episodes)  # makes the moments
+    modules = [module for module in (learner.policy, learner.critic, learner.reference) if module is not None]
+    held = [tensor for module in modules for tensor in module.state_dict().values()]
+    held += [moment for optimizer in learner.optimizers().values() for entry in optimizer.state.values()
+             for moment in entry.values()]
+    with Peak(held) as peak:
+        update(learner, episodes)
+    said = fits.memory_gib(shape, tokens=rows * length, chunk=2**23 // shape["vocabulary"], engine_tokens=0,
+                           dtype=flags.get("dtype", "float32"), lora_rank=flags.get("lora_rank", 0),
+                           gradient_checkpointing="gradient_checkpointing" in flags, kl="kl_coef" in flags,
+                           critic="algo" in flags)
+    assert 0.93 < said["training"] * fits.GIB / peak.peak < 1.1
+
+
+def test_sizes_of_published_models():
+    """The parameters that the models' cards give, and the README's table."""
+    for name, billions in (("Qwen2.5-0.5B", 0.494), ("Qwen2.5-3B", 3.086), ("Qwen2.5-7B", 7.616)):
+        part, shape = fits.parameters(fits.SHAPES[name]), fits.SHAPES[name]
+        assert abs(part["layer"] * shape["layers"] + part["embedding"] + part["head"] - billions * 1e9) < 1e6
+    assert fits.table() in (ROOT / "README.md").read_text()
+    one, eight = (fits.memory_gib(fits.SHAPES["Qwen2.5-7B"], processes=processes) for processes in (1, 8))
+    assert eight["weights"] == one["weights"] / 8 and eight["training"] < one["training"] / 1.5

@@ -1,0 +1,151 @@
+"""What fits where: the memory of a training process, counted tensor by tensor.
+
+    python eval.py fits                                      # the table of the README
+    python eval.py fits --model FOLDER --dtype bfloat16 --processes 8 --lora-rank 16 --tokens 8192
+
+Counted: weights, gradients, AdamW's two moments, a reference, a critic, what a layer keeps of a micro-batch for the backward
+pass, the float32 logits of a chunk; and, while sampling, vLLM's weights and keys and values. The buffer is in the CPU's memory.
+tests/test_ranks.py compares it with what torch really allocates for small models; nothing here was measured on a GPU.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+GIB = 2**30
+# numbers from the models' published config.json
+SHAPES = {
+    "Qwen2.5-0.5B": dict(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocabulary=151936,
+                         tied=True),
+    "Qwen2.5-3B": dict(hidden=2048, intermediate=11008, layers=36, heads=16, kv_heads=2, head_dim=128, vocabulary=151936,
+                       tied=True),
+    "Qwen2.5-7B": dict(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, head_dim=128, vocabulary=152064,
+                       tied=False)}
+CARDS = {"one 24 GB": (24e9 / GIB, 1), "one 80 GB": (80e9 / GIB, 1), "eight 80 GB": (80e9 / GIB, 8)}
+OVERHEAD = 1.5  # GiB of a GPU that CUDA's context, its libraries and fragments take
+
+
+@dataclass
+class FitsArgs:
+    """The memory that training needs on each GPU, in GiB."""
+    model: str | None = None
+    """Folder or hub id of a model. None: the table of the README."""
+    dtype: str = "bfloat16"
+    """As in train.py."""
+    lora_rank: int = 0
+    """As in train.py."""
+    processes: int = 1
+    """GPUs that weights, gradients and moments are split over (configs/accelerate/fsdp2.yaml)."""
+    tokens: int = 8192
+    """Tokens of a micro-batch (--micro-batch-tokens), or of the longest episode if that is more."""
+    gradient_checkpointing: bool = True
+    """As in train.py."""
+    kl: bool = False
+    """Whether there is a reference (--kl-coef above 0); under LoRA it costs nothing."""
+    critic: bool = False
+    """Whether there is a critic (--algo ppo)."""
+
+
+def shape_of(config) -> dict:
+    """What is counted from, of a transformers configuration."""
+    config = config.get_text_config()
+    return dict(hidden=config.hidden_size, intermediate=config.intermediate_size, layers=config.num_hidden_layers,
+                heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, vocabulary=config.vocab_size,
+                head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+                tied=config.tie_word_embeddings)
+
+
+def parameters(shape: dict) -> dict[str, int]:
+    """Weights of the parts of a Llama-like model: `layer` (one), `embedding`, `head` (0 if it is the embedding)."""
+    wide, narrow = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    layer = shape["hidden"] * (2 * wide + 2 * narrow + 3 * shape["intermediate"] + 2)
+    embedding = shape["hidden"] * shape["vocabulary"]
+    return {"layer": layer, "embedding": embedding, "head": 0 if shape["tied"] else embedding}
+
+
+def adapters(shape: dict, rank: int) -> int:
+    """Weights of LoRA on all linear layers but the output matrix."""
+    hidden, wide, narrow = shape["hidden"], shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    pairs = ((hidden, wide), (hidden, narrow), (hidden, narrow), (wide, hidden),
+             *[(hidden, shape["intermediate"])] * 2, (shape["intermediate"], hidden))
+    return shape["layers"] * rank * sum(map(sum, pairs))
+
+
+def kept_by_layer(shape: dict, width: int, lora: bool = False) -> int:
+    """Bytes a token that a layer keeps for its backward pass, at `width` bytes a number. RMSNorm works in float32: in other types
+    it keeps its input so as well; with adapters each of the seven matrices' inputs is also kept in their own float32."""
+    hidden, intermediate = shape["hidden"], shape["intermediate"]
+    wide, narrow = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    norms = 2 * (2 * hidden * width + (4 * hidden if width < 4 else 0))
+    attention = (3 * wide + 2 * narrow) * width + 4 * shape["heads"]
+    mlp = 4 * intermediate * width
+    return norms + attention + mlp + (4 * (2 * hidden + wide + intermediate) if lora and width < 4 else 0)
+
+
+def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, processes: int = 1, tokens: int = 8192,
+               gradient_checkpointing: bool = True, kl: bool = False, critic: bool = False, chunk: int = 1024,
+               engine_tokens: int = 65536) -> dict[str, float]:
+    """GiB of each part on each of `processes` GPUs, and the peaks `training` and `sampling`. `tokens`: of a micro-batch;
+    `chunk`: of losses.token_logprobs_from_hidden; `engine_tokens`: keys and values that the engine should hold, 0: none is there.
+    """
+    width = {"bfloat16": 2, "float32": 4}[dtype]
+    part, layers = parameters(shape), shape["layers"]
+    body = part["layer"] * layers + part["embedding"] + shape["hidden"]
+    policy = body + part["head"]
+    trained = adapters(shape, lora_rank) if lora_rank else policy
+    trained_width = 4 if lora_rank else width  # adapters are kept in float32
+    critic_weights, critic_trained = (body, trained if lora_rank else body) if critic else (0, 0)
+    extra = trained * trained_width if lora_rank else 0
+    layer = kept_by_layer(shape, width, bool(lora_rank)) * tokens
+    inputs = shape["hidden"] * width * tokens
+    kept = (1 + critic) * layers * (inputs if gradient_checkpointing else layer)  # both forward passes come before both backward
+    outputs = 8 * min(chunk, tokens) * shape["vocabulary"] + 4 * inputs  # logits and their exponentials; the last states
+    head = 0 if lora_rank else 4 * part["embedding"]  # the output matrix's gradient adds up in float32
+    gradients = (trained + critic_trained) * trained_width / processes
+    recomputed = (layer if gradient_checkpointing else 0) + 2 * shape["intermediate"] * width * tokens
+    sizes = {
+        "weights": (policy * width + extra) / processes,
+        "moments": 2 * (trained + critic_trained) * trained_width / processes,
+        "reference": policy * width / processes if kl and not lora_rank else 0,
+        "critic": critic_weights * width / processes,
+        "activations": kept,
+        # the larger of two moments: at the logits, where no gradient is but the output matrix's; or in the layers, where all come
+        "gradients": max(outputs + head, recomputed + gradients),
+        # what is gathered of split weights: the first and last matrices, two layers, and a layer's gradients
+        "gathered": 0 if processes == 1 else
+        (2 * part["layer"] + part["embedding"] + part["head"]) * width + (0 if lora_rank else part["layer"] * width),
+        "copy": 0 if processes == 1 else policy * width,  # of split weights, for --engine hf
+    }
+    cache = 2 * layers * shape["kv_heads"] * shape["head_dim"] * width * engine_tokens
+    engine = cache + (policy * width if engine_tokens and processes == 1 else 0)
+    sizes = {name: size / GIB for name, size in sizes.items()} | {"engine": engine / GIB}
+    resting = sum(sizes[name] for name in ("weights", "moments", "reference", "critic", "copy"))
+    return sizes | {"training": sum(sizes.values()) - sizes["engine"], "sampling": resting + sizes["engine"]}
+
+
+def table() -> str:
+    """Markdown: GiB a GPU at the peak, and where that fits."""
+    lines = ["| policy | what is trained | " + " | ".join(CARDS) + " |", "|---|---" + "|---" * len(CARDS) + "|"]
+    kinds = {"all, float32": {"dtype": "float32"}, "all, bfloat16": {}, "LoRA, rank 16, bfloat16": {"lora_rank": 16}}
+    for name, shape in SHAPES.items():
+        for what, options in kinds.items():
+            cells = []
+            for card, processes in CARDS.values():
+                sizes = memory_gib(shape, processes=processes, **options)
+                needed = max(sizes["training"], sizes["sampling"]) + OVERHEAD
+                cells.append(f"{needed:.0f}" + ("" if needed <= card else ": no"))
+            lines.append(f"| {name} | {what} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]):
+    arguments = tyro.cli(FitsArgs, args=argv, config=(tyro.conf.FlagConversionOff,), prog="eval.py fits", description=__doc__)
+    if arguments.model is None:
+        return print(table())
+    from transformers import AutoConfig
+    options = {name: value for name, value in vars(arguments).items() if name != "model"}
+    folder = Path(arguments.model)
+    sizes = memory_gib(shape_of(AutoConfig.from_pretrained(folder if folder.exists() else arguments.model)), **options)
+    for name, size in sizes.items():
+        print(f"{name:12} {size:8.2f} GiB")
+    print(f"a GPU needs {max(sizes['training'], sizes['sampling']) + OVERHEAD:.1f} GiB, {OVERHEAD} of them for CUDA itself")
