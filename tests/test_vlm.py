@@ -13,14 +13,13 @@ from transformers import Idefics3ForConditionalGeneration
 
 import viewer
 from buffer import ReplayBuffer
-from conftest import train
 from envs import FrozenLake
 from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, tiny_processor,
                     tiny_vlm_config, token_logprobs, warm_started_tiny)
 from rollout import HFEngine, collect
 from sokoban import Sokoban
 from test_buffer import make
-from train import Args, make_engine, make_learner, parse_args
+from train import Args, main, make_engine, make_learner, parse_args
 from update import add_advantages, gradients, score
 
 lake = functools.partial(FrozenLake, prompt="tiny", view="image", cell_pixels=16)
@@ -97,7 +96,8 @@ def test_the_ratio_on_fresh_episodes_is_1(folder, policy, algo):
     metrics = gradients(learner, episodes)
     assert metrics["max_abs_ratio_minus_1"] < 1e-3 and metrics["tokens_trained"] > 0
     body = learner.policy.model
-    for module in (body.vision_model.embeddings.patch_embedding, body.connector.modality_projection.proj, body.text_model.embed_tokens):
+    eyes = body.vision_model.embeddings.patch_embedding, body.connector.modality_projection.proj
+    for module in (*eyes, body.text_model.embed_tokens):
         assert module.weight.grad.abs().sum() > 0
 
 
@@ -205,7 +205,7 @@ def test_the_tiny_vlm_gets_defaults_that_fit_it():
 
 def test_a_model_without_eyes_is_refused(tiny_folder, capsys):
     with pytest.raises(SystemExit):
-        make_engine(parse_args(["--env-options", "view", "image", "--model", str(tiny_folder)]), *load_tiny(tiny_folder), tiny_folder)
+        make_engine(parse_args(["--env-options", "view", "image"]), *load_tiny(tiny_folder), tiny_folder)
     assert "takes no images, which --env frozenlake shows" in capsys.readouterr().err
 
 
@@ -351,13 +351,14 @@ def test_vllm_sees_the_same_images(folder):
 
 
 def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache, folder):
-    train("--model", "tiny-vlm", "--wandb", "offline", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
-          "--max-new-tokens", 12, "--eval-problems", 8, "--eval-every", 0, "--problems-per-iteration", 4, "--group-size", 4,
-          "--replay-batch-size", 4, "--train-problems", 64, "--runs-dir", tmp_path, "--name", "whole", "--iterations", 3,
-          "--checkpoint-every", 1, "--store-without-signal", "true")
+    flags = ["--model", "tiny-vlm", "--wandb", "offline", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
+             "--eval-problems", 8, "--eval-every", 0, "--problems-per-iteration", 4, "--group-size", 4, "--replay-batch-size", 4,
+             "--train-problems", 64, "--runs-dir", tmp_path, "--name", "whole", "--iterations", 3, "--checkpoint-every", 1,
+             "--store-without-signal", "true"]
+    main(parse_args(list(map(str, flags))))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
-    train("--resume", tmp_path / "parts", "--wandb", "off")
+    main(parse_args(["--resume", str(tmp_path / "parts"), "--wandb", "off"]))
     whole, parts = ([{key: value for key, value in json.loads(line).items() if not key.startswith("time/")}
                      for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()] for name in ("whole", "parts"))
     assert whole == parts and len(whole) == 3 and whole[-1]["replay/updates"] == 2
@@ -371,7 +372,8 @@ def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache,
     assert {record["kind"] for record in records} == {"fresh", "replay"} and len(set(frames)) < len(frames)
     assert all((tmp_path / "whole" / frame).read_bytes().startswith(b"\x89PNG") for frame in frames)
     table = json.loads(next((tmp_path / "whole").rglob("*.table.json")).read_text())
-    assert table["columns"][-1] == "frames" and len(table["data"][0][-1]) == sum("image" in turn for turn in records[0]["transcript"])
+    images = sum("image" in turn for turn in records[0]["transcript"])
+    assert table["columns"][-1] == "frames" and len(table["data"][0][-1]) == images
     viewer.main([str(tmp_path / "whole")])
     assert (tmp_path / "whole" / "episodes.html").read_text().count("data:image/png") == len(set(frames))
 
@@ -394,13 +396,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(flags, words, ca
 def test_images_that_the_processor_splits(policy):
     """As SmolVLM has them: tiles and the whole, each with its own tokens between markers of rows and columns."""
     processor = tiny_processor("", 64)
-    processor.tokenizer.add_special_tokens({"additional_special_tokens": [f"<row_{row}_col_{column}>" for row in range(1, 5)
-                                                                          for column in range(1, 5)]}, replace_extra_special_tokens=False)
+    markers = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": markers}, replace_extra_special_tokens=False)
     processor.image_processor.do_image_splitting, processor.image_processor.size = True, {"longest_edge": 128}
     torch.manual_seed(0)
     split = Idefics3ForConditionalGeneration(tiny_vlm_config(processor)).eval(), Chat(processor)
     episodes, _ = play(split, range(4), range(4), max_turns=3, make_env=functools.partial(lake, cell_pixels=32))
-    assert max(len(episode.images) for episode in episodes) == 3 and processor.tokenizer.unk_token_id not in episodes[0].tokens[:20]
+    assert max(len(episode.images) for episode in episodes) == 3
+    assert processor.tokenizer.unk_token_id not in episodes[0].tokens[:20]
     for episode in episodes:
         assert (episode.tokens == split[0].config.image_token_id).sum() == 5 * 16 * len(episode.images)  # 2 x 2 tiles, the whole
         assert np.abs(replayed(split, episode) - episode.behavior_logprobs).max() < 1e-4
