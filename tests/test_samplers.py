@@ -69,7 +69,8 @@ class Started:
         self.run = folder / "x"
         self.process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *map(str, flags), "--runs-dir", str(folder),
                                          "--name", "x", "--checkpoint-every", "0"], stdout=subprocess.PIPE,
-                                        stderr=subprocess.PIPE, text=True)
+                                        stderr=subprocess.PIPE, text=True,  # a background job's children ignore Ctrl-C:
+                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         path = self.run / "metrics.jsonl"
         wait_for(lambda: self.process.poll() is not None or path.exists() and path.read_text().count("\n") >= iterations)
         assert self.process.poll() is None, self.process.communicate()
