@@ -157,7 +157,8 @@ class Args:
     queue; with --fresh-update False the trainer draws from the buffer and waits for nothing once it is filled. On GPUs each
     sampler takes one, from the second visible one on; an --engine http://... needs an address for each, with commas between."""
     async_queue: int = 2
-    """Batches (of --problems-per-iteration) that may be ahead of the trainer, beside those being played; then samplers wait."""
+    """Batches (of --problems-per-iteration) that may be ahead of the trainer, beside those being played; then samplers wait. More
+    keeps samplers busy beside long iterations and makes episodes older where an iteration takes one batch."""
     async_fixed_ratio: bool = False
     """One new batch for each iteration also with --fresh-update False: the replay ratio is replay_updates x replay_batch_size /
     episodes of a batch, and the faster side waits. False: it is what the two sides' speeds make it."""
