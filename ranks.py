@@ -237,6 +237,12 @@ def on_first(tensors: dict) -> dict:
     return result
 
 
+def untied(module) -> dict:
+    """The module's state without the second names of tied weights."""
+    second = dict(module.named_parameters(remove_duplicate=False)).keys() - dict(module.named_parameters()).keys()
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in second}
+
+
 def like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """`tensor`, which every rank has, sharded as `model` is."""
     if not isinstance(model, DTensor):

@@ -72,7 +72,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
         for name, memory in memories.items():
             if hasattr(memory, "save"):
                 memory.save(temporary / shard_name(name, ranks.rank()))
-        weights = {"state_dict": ranks.on_first(learner.policy.state_dict())} if ranks.sharded() else {}
+        weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
         others = {f"{name}_optimizer": ranks.on_first({
             f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
             for name, optimizer in learner.optimizers().items()}
