@@ -59,10 +59,12 @@ def finite_or_none(value):
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {}):
+def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
+                    more: dict[str, dict] = {}):
     """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
     name) and the counters of `state`; written whole, with checksums. Older ones than the newest `keep` go, last of all.
-    `base`: files of the policy at the start, where it is needed to go on and might not be found then."""
+    `base`: files of the policy at the start, where it is needed to go on and might not be found then; `more`: other tensors by
+    the name of their file."""
     folder = run / "checkpoints" / f"step_{state['step']}"
     for name in LOGS:
         if ranks.first() and (run / name).exists():
@@ -82,7 +84,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
         if ranks.first():
             learner.policy.save_pretrained(temporary, **weights)
             processor.save_pretrained(temporary)
-            for name, tensors in others.items():
+            for name, tensors in (others | more).items():
                 save_file(tensors, temporary / f"{name}.safetensors")
             save_states(temporary, memories, state | {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args)})
             save_base(temporary, base, (folder / "base").resolve())

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from envs import make_env_factory
 from models import Chat, load_policy
@@ -74,6 +74,18 @@ class Direct:
         if sampled is not policy:
             fill(sampled, dict(plain_weights(policy)).__getitem__)
         self.engine = make_engine(sampled)
+
+    def kept(self) -> dict:
+        """For a checkpoint: the weights that are sampled from, where they are older than the policy's."""
+        old = self.args.sync_every > 1 and self.sampled is not self.policy
+        return {"sampled": {name: parameter.detach() for name, parameter in self.sampled.named_parameters()}} if old else {}
+
+    def restore(self, checkpoint: Path, step: int):
+        """What `kept` gave, as old as `step`."""
+        if (checkpoint / "sampled.safetensors").exists():
+            fill(self.sampled, load_file(checkpoint / "sampled.safetensors").__getitem__)
+            self.engine.sync()
+            self.step = step
 
     def begin(self):
         """Always ready."""
@@ -252,6 +264,10 @@ class Samplers:
         self.samplers = [self.start(place) for place in range(args.async_rollouts)]
         self.thread = threading.Thread(target=self.serve, daemon=True)
         self.thread.start()
+
+    def kept(self) -> dict:
+        """Nothing: samplers begin with the policy's own weights."""
+        return {}
 
     def start(self, number: int) -> Sampler:
         ours, theirs = self.context.Pipe()

@@ -71,8 +71,8 @@ class Args:
     iterations: int = 30
     """RL iterations: sample, update, replay."""
     resume: str | None = None
-    """Run folder to go on from its last checkpoint, with its own config. Iterations, learning rates, how often it is evaluated
-    and logging may be changed by flags."""
+    """Run folder to go on from its last checkpoint that is whole, with its own config; anew if there is none yet. Iterations,
+    learning rates, how often it is evaluated and logging may be changed by flags."""
     checkpoint_every: int = 20
     """Iterations between checkpoints; the last iteration is always saved. 0: only the last."""
     keep_checkpoints: int = 2
@@ -733,6 +733,8 @@ def main(args: Args) -> dict:
                 load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)[0].to(learner.device)
             source = Direct(args, learner.policy, sampled, chat, make_env,
                             lambda sampled: make_engine(args, sampled, chat, folder), sampling, job, state["step"])
+            if checkpoint:
+                source.restore(checkpoint, state.get("synced", 0))
         own = args.async_rollouts or args.sync_every > 1  # evaluation needs the policy as it is, not the sampler's
         engine = make_engine(replace(args, engine="hf", quiet=True), learner.policy, chat, folder) if own else source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
@@ -766,7 +768,8 @@ def main(args: Args) -> dict:
     def save():
         nonlocal started
         state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
-        save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files)
+        state["synced"] = source.step
+        save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files, source.kept())
 
     with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source), log,
           Interrupt(source.interrupt) as interrupt):

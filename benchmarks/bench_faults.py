@@ -39,8 +39,9 @@ KINDS = ("start", "work", "log", "save")
 def timeless(value):
     """Without what comes of the clock, and the places of the run."""
     if isinstance(value, dict):
-        return {key: timeless(item) for key, item in value.items()
-                if not key.startswith(("time/", "seconds_")) and key not in ("minutes", "name", "runs_dir", "resume", "arrays")}
+        return {key: sorted(item) if key == "target_modules" else timeless(item) for key, item in value.items()
+                if not key.startswith(("time/", "seconds_")) and key not in (
+                    "minutes", "name", "runs_dir", "resume", "arrays", "base_model_name_or_path")}  # target_modules is a set
     return value
 
 
@@ -104,7 +105,7 @@ def wait_for(process, seen, patience: float = 300.0) -> bool:
     while process.poll() is None and time.time() < end:
         if seen():
             return True
-        time.sleep(0.002)
+        time.sleep(0.005)
     return False
 
 
@@ -113,19 +114,23 @@ def kill(process, run: Path, kind: str, rng: random.Random) -> str:
     if kind == "start":
         time.sleep(rng.uniform(0.5, 12))
     else:
-        before = count(run)
-        changed = lambda: count(run) != before  # noqa: E731  (on resume the file is cut first)
+        lowest = [count(run)]
+
+        def grown():  # on resume the file is cut first
+            lowest[0] = min(lowest[0], count(run))
+            return count(run) > lowest[0]
+
         if kind == "save":
             wait_for(process, lambda: any((run / "checkpoints").glob(".step_*.tmp")))
-            time.sleep(rng.uniform(0, 0.25))
+            time.sleep(rng.uniform(0, 0.5))
         else:
-            wait_for(process, changed)
+            wait_for(process, grown)
             time.sleep(rng.uniform(0, 0.01) if kind == "log" else rng.uniform(0.05, 4))
     ended = process.poll() is not None
     process.send_signal(signal.SIGKILL)
     process.wait()
-    unfinished = [path.name for path in (run / "checkpoints").glob(".*")] if run.exists() else []
-    whole = sorted((int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")), default=[]) if run.exists() else []
+    unfinished = [path.name for path in (run / "checkpoints").glob(".*")]
+    whole = sorted((int(path.name[5:]) for path in (run / "checkpoints").glob("step_*")))
     return ("the run had ended" if ended else
             f"{count(run)} iterations logged, last checkpoint {f'step_{whole[-1]}' if whole else 'none'}"
             + (f", {', '.join(unfinished)} being written" if unfinished else ""))

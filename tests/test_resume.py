@@ -84,7 +84,7 @@ def without_last(whole, folder, checkpoints=1, name="whole"):
     """A copy as if it had been killed after its last but one checkpoint, in the middle of a line."""
     run = folder / name
     shutil.copytree(whole, run)
-    for checkpoint in durable.checkpoints(run)[3 - checkpoints:]:
+    for checkpoint in durable.checkpoints(run)[-checkpoints:]:
         shutil.rmtree(checkpoint)
     (run / "summary.json").unlink()
     for log in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):
@@ -227,6 +227,14 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_gets_its_summary(whole,
     assert refused(resume, run) == 2 and "raise --iterations" in capsys.readouterr().err
 
 
+def test_old_weights_that_are_sampled_from_survive(tmp_path, flags):
+    start(tmp_path, "whole", flags, "--iterations", 4, "--sync-every", 8)
+    run = without_last(tmp_path / "whole", tmp_path, name="parts")
+    assert (durable.checkpoints(run)[-1] / "sampled.safetensors").exists()
+    resume(run)
+    assert not differences(tmp_path / "whole", run)
+
+
 def test_differences_are_seen(whole, tmp_path, flags):
     """The comparison that all these tests rest on."""
     start(tmp_path, "other", flags, "--iterations", 6, "--lr", 1.1e-3)
@@ -250,7 +258,7 @@ def test_the_global_generators_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tmp_path, flags, monkeypatch, capfd, number):
     real = samplers.collect
 
