@@ -6,7 +6,7 @@
 The real command line, on a terminal of its own so that the dashboard runs too, with PPO (policy and critic, small ones: what is
 looked for does not depend on their size), a full buffer of 32, evaluation, checkpoints and wandb offline. Read from outside, from
 /proc: resident memory and open files of the trainer, resident memory of its child processes (wandb's). Every ten seconds the
-trainer gives back what malloc holds but nobody uses, so that only what is in use counts; --trim False shows it with that.
+trainer collects its garbage and gives back what malloc holds, so that what is in use counts; --trim False leaves that out.
 """
 import json
 import os
@@ -34,11 +34,12 @@ FLAGS = ("--algo ppo --problems-per-iteration 1 --group-size 2 --capacity 32 --r
 
 
 TRIMMED = """
-import ctypes, os, runpy, sys, threading, time
+import ctypes, gc, os, runpy, sys, threading, time
 
 def trim():
     while True:
         time.sleep(10)
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 threading.Thread(target=trim, daemon=True).start()
@@ -69,7 +70,7 @@ class SoakArgs:
     seconds: float = 5.0
     """Between two readings."""
     trim: bool = True
-    """Give back free memory that malloc holds, every ten seconds."""
+    """Collect garbage and give back what malloc holds, every ten seconds."""
     figure: str = str(Path(__file__).parent / "soak.png")
 
 
@@ -115,7 +116,7 @@ def watch(args: SoakArgs, folder: Path) -> list[dict]:
     while process.poll() is None:
         time.sleep(args.seconds)
         done = iterations_done(folder / "soak")
-        if not done:
+        if not 0 < done < args.iterations:  # before the loop, or making the pictures after it
             continue
         try:
             rss, files = proc(process.pid)
