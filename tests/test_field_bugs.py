@@ -619,8 +619,8 @@ def test_a_log_prob_of_minus_infinity_stops_the_step_and_names_the_episodes(run_
     assert metrics["nonfinite"] == 1 and metrics["steps"] == 0 and torch.equal(policy.lm_head.weight, before)
     assert metrics["log_ratios"][1][1] == -math.inf  # which of the two it was
 
-    def impossible(model, *arguments):
-        logprobs_BT, entropy_BT = token_logprobs(model, *arguments)
+    def impossible(model, *arguments, **named):
+        logprobs_BT, entropy_BT = token_logprobs(model, *arguments, **named)
         return logprobs_BT - math.inf * arguments[1], entropy_BT
     monkeypatch.setattr("update.token_logprobs", impossible)
     with pytest.raises(SystemExit):

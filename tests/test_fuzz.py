@@ -130,7 +130,7 @@ def runs_or_is_refused(nano, task, capsys, options):  # noqa: F811
     episodes = task / "run" / "episodes.jsonl"
     for line in episodes.read_text().splitlines() if episodes.exists() else []:  # with --transcripts 0 there is none
         record = json.loads(line)
-        assert len(record["pieces"]) == len(record["action_mask"]) == len(record["advantages"])
+        assert "event" in record or len(record["pieces"]) == len(record["action_mask"]) == len(record["advantages"])
 
 
 test_a_random_setting_runs_or_is_refused_by_name, test_random_settings_widely = runs_or_is_refused
