@@ -177,6 +177,8 @@ def taken(run: Path, mine: bool = False) -> str | None:
     """Why a new run cannot have this folder, or None; `mine`: this process holds its lock."""
     if not mine and (who := holder(run)):
         return f"{run} is being trained by {who}: choose another --name, or wait for its end"
+    if run.is_symlink():
+        return f"{run} exists already and is a link: choose another --name"
     if run.exists() and set(os.listdir(run)) - {"lock"}:
         return f"{run} exists already: choose another --name" + \
             (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml)")

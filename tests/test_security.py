@@ -236,13 +236,16 @@ def test_control_characters_are_refused_with_the_flag(capsys, flags):
     assert f"{flags[0]} " in refused(capsys, *flags)
 
 
-def test_a_run_whose_name_is_a_link_is_refused(tmp_path, quick_flags, capsys):
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_whose_name_is_a_link_is_refused(there, tmp_path, quick_flags, capsys):
     from train import main
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "x").symlink_to(tmp_path / "elsewhere")  # to nothing, so that it does not "exist"
+    if there:
+        (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs" / "x").symlink_to(tmp_path / "elsewhere")  # to nothing, so that it does not "exist", or to an empty folder
     with pytest.raises(SystemExit):
         main(parse_args([*quick_flags, "--runs-dir", str(tmp_path / "runs"), "--name", "x", "--iterations", "1"]))
-    assert "exists already" in capsys.readouterr().err and not (tmp_path / "elsewhere").exists()
+    assert "exists already" in capsys.readouterr().err and not list(tmp_path.glob("elsewhere/*"))
 
 
 LAUGHS = "a0: &a0 lol\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(30))

@@ -537,7 +537,7 @@ def test_wandb_offline_gets_the_namespaces_and_the_episodes(tmp_path, quick_flag
         folder / "files" / "wandb-summary.json").exists() else None
     assert list(folder.glob("*.wandb")) and (summary is None or summary["iteration"] == 2)
     spaces = {key.split("/")[0] for key in metrics_of(tmp_path / "w")[-1] if "/" in key}
-    assert spaces == {"fresh", "replay", "buffer", "problems", "eval", "time", "task"}
+    assert spaces == {"fresh", "replay", "buffer", "problems", "eval", "time", "task", "cost"}
     assert any("episodes" in path.name for path in folder.rglob("*.table.json"))
 
 
