@@ -43,8 +43,9 @@ from compare import bootstrap_interval, whole_lines
 from durable import checkpoints, fail, last_checkpoint
 from envs import MissingData, load_env, make_env_factory, options_for
 from models import Chat, load_policy, policy_folder, up_to
-from rollout import collect, guarded
+from rollout import collect, guarded, make_engine
 from runs import episode_record, finite_or_none, read_yaml, with_files
+from settings import Args
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -273,7 +274,6 @@ def find(source: str) -> tuple[str | Path, Path | None, Path]:
 
 def settings(arguments: EvalArgs, run: Path | None):
     """train.py's Args: those of the run or the defaults, with the flags over them."""
-    from train import Args  # train.py imports this module
     try:
         config = read_yaml(run / "config.yaml") if run else {}
     except (yaml.YAMLError, ValueError) as error:
@@ -320,7 +320,6 @@ def load(folder, args, first_message: str):
 
 def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int, int]], transcripts: int):
     """Plays `todo`, pairs of a problem's place and a sample; yields a batch of records for eval_episodes.jsonl at a time."""
-    from train import make_engine
     message, error = guarded(make_env().reset, problem_ids[0], 0)
     if error:
         fail(f"the task broke when it was asked for its first problem:\n{error}")

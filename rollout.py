@@ -1,10 +1,11 @@
 """Sampling: an engine that continues token sequences, and `collect`, which plays many multi-turn episodes side by side.
 
 An engine has four methods: `generate`, `release` (its memory, while the policy is trained), `sync` (take the policy's new
-weights) and `close`. HFEngine is here, vLLM's two in vllm_engine.py. What it sampled is what is
+weights) and `close`. HFEngine is here, vLLM's two in vllm_engine.py; `make_engine` chooses. What it sampled is what is
 trained on: tokens go in and come out, nothing is tokenised twice, and the behaviour log-probs come from the very
 forward pass that sampled.
 """
+import importlib.util
 import json
 import math
 import traceback
@@ -17,8 +18,10 @@ import torch
 from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import ranks
 from buffer import Episode
-from envs import shows_images
+from durable import fail
+from envs import make_env_factory, shows_images
 from models import banned_tokens, pixel_inputs
 from prefix_tree import attention_kinds
 from watch import NotFinite, bad_weights
@@ -487,3 +490,37 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
                 iteration=iteration, images=pictures[i] if looks else None, info=infos[i])
         for i in range(len(envs))]
     return episodes, transcripts
+
+
+def engine_kind(args) -> tuple[str, str]:
+    """What --engine asks for, and why."""
+    if args.engine != "auto":
+        return args.engine, "as --engine asks"
+    if not torch.cuda.is_available():
+        return "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
+    if ranks.world() > 1:
+        return "hf", "of several processes; --engine http://HOST:PORT, a `vllm serve`, samples faster"
+    if importlib.util.find_spec("vllm") is None:
+        return "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
+    return "vllm", "there is a GPU"
+
+
+def make_engine(args, policy, chat, folder):
+    """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
+    if chat.image_processor is None and shows_images(make_env_factory(args.env, args.env_options)()):
+        fail(f"{folder} takes no images, which --env {args.env} shows: use --model tiny-vlm or another that does")
+    kind, why = engine_kind(args)
+    if not args.quiet:
+        print(f"engine: {kind} ({why})")
+    stop_ids = chat.stop_ids(policy.generation_config)
+    if kind == "hf":
+        return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text, chat.image_processor)
+    from vllm_engine import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
+    if kind == "vllm":
+        return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
+                          trust_remote_code=args.trust_remote_code, max_model_len=context_length_of(args, policy), chat=chat)
+    return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync, shared_folder=args.shared_folder)
+
+
+def context_length_of(args, policy) -> int:
+    return min(args.context_length or math.inf, policy.config.get_text_config().max_position_embeddings)

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from envs import make_env_factory
 from models import Chat, load_policy
-from rollout import HFEngine, collect
+from rollout import HFEngine, collect, make_engine
 from vllm_engine import plain_weights
 
 CLOSE_SECONDS = 10  # for a sampler to end its turn before it is killed
@@ -175,7 +175,6 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
-        from train import make_engine  # train.py imports this module
         make_env = make_env_factory(args.env, args.env_options)
         policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
         policy, chat = policy.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(processor)

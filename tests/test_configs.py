@@ -3,7 +3,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from train import Args, parse_args
+from settings import Args, parse_args
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 

@@ -16,7 +16,7 @@ from envs import FrozenLake
 from eval import averages, dispatch, evaluate, majority, outcome, pass_all_k, pass_at_k, seeds_of, summarise, wilson_interval
 from models import Chat, load_policy
 from rollout import HFEngine
-from train import Args
+from settings import Args
 
 
 def row(problem=0, success=False, **info):

@@ -30,7 +30,8 @@ from maths import Maths
 from models import Chat, load_policy, tiny_config, tiny_tokenizer, token_logprobs
 from rollout import Completion, HFEngine, collect
 from search_qa import SearchQA
-from train import Args, main, make_learner, parse_args
+from settings import Args, parse_args
+from train import main, make_learner
 from update import add_advantages, gradients, step_inputs, update, value_targets
 
 PLAY = dict(max_turns=3, max_new_tokens=4, temperature=1.0, format_penalty=0.0, policy_step=0, iteration=1, context_length=512)

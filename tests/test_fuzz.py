@@ -26,7 +26,8 @@ from losses import (ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSS
                     compute_advantages, diagnostics, kl, policy_loss)
 from rollout import collect
 from runs import episode_record, finite_or_none
-from train import ADVANTAGE_KINDS, Args, checked, main, parse_args
+from settings import ADVANTAGE_KINDS, Args, checked, parse_args
+from train import main
 from viewer import page, page_data
 
 

@@ -94,7 +94,8 @@ def test_parameters_that_multiply():
 
 def test_what_episodes_begin_with_alike_is_computed_once(tiny_folder):
     from models import load_policy
-    from train import Args, make_learner
+    from settings import Args
+    from train import make_learner
     from update import score, tokens_read
     policy, tokenizer = load_policy(tiny_folder)
     learner, rows = make_learner(Args(), policy), [episode(5, [(2, 3)], 0), episode(5, [(4, 0)], 0), episode(7, [(2, 0)], 1)]

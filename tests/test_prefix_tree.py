@@ -13,7 +13,8 @@ from conftest import tiny_lake
 from models import Chat, load_policy, tiny_config, tiny_tokenizer, token_logprobs
 from rollout import HFEngine, collect
 from test_update import OBJECTIVES, learner_of
-from train import Args, make_learner
+from settings import Args
+from train import make_learner
 from update import batches_of, gradients, per_token, reference_score, score
 
 

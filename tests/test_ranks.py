@@ -22,7 +22,8 @@ import losses
 import ranks
 from buffer import Episode, ReplayBuffer, use_stats
 from models import layers_of, load_policy
-from train import Args, make_learner
+from settings import Args
+from train import make_learner
 from update import gradients, update
 
 FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"

@@ -4,7 +4,8 @@ import re
 from conftest import ROOT
 
 from envs import make_env_factory
-from train import Args, fields
+from dataclasses import fields
+from settings import Args
 
 README = (ROOT / "README.md").read_text()
 

@@ -27,7 +27,7 @@ import update as update_module
 import watch
 from benchmarks.bench_faults import KINDS, SETUPS, differences, killed_run
 from envs import MissingData
-from train import Args, parse_args
+from settings import Args, parse_args
 
 NOISY = '''"""FrozenLake whose first message depends on the global generators, as a careless task's would."""
 import random

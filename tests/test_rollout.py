@@ -153,7 +153,8 @@ def test_a_sync_forgets_what_was_computed_with_the_old_weights(tiny_folder):
 
 
 def test_an_environment_that_raises_costs_one_episode(policy):
-    from train import Args, make_learner
+    from settings import Args
+    from train import make_learner
     from update import add_advantages
 
     class Broken(FrozenLake):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from models import load_policy
 from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take
-from train import parse_args
+from settings import parse_args
 
 FROM_BUFFER = ["--replay", "uniform", "--fresh-update", "False", "--replay-batch-size", 12, "--capacity", 40]
 

@@ -21,7 +21,7 @@ from compare import read_run
 from eval import plot_learning_curves
 from models import load_policy
 from runs import read_yaml, wandb_login
-from train import parse_args
+from settings import parse_args
 from viewer import page, page_data
 
 SOURCES = sorted(ROOT.glob("*.py")) + sorted((ROOT / "studies").glob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))

@@ -4,7 +4,7 @@ import math
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -14,12 +14,15 @@ from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file
 
 import envs
+import losses
 import train as train_module
 from buffer import ReplayBuffer
 from envs import FrozenLake
 from models import Chat, load_policy
 from rollout import HFEngine, collect
-from train import Args, make_learner, parse_args
+from runs import RunLog
+from settings import FIRST_TAU, Args, parse_args
+from train import make_learner
 from update import add_advantages, gradients, learning_rate_factor, update
 
 
@@ -133,7 +136,7 @@ def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--replay", "per"], ["--replay", "none"], ["--tau", "auto", "--lr", "1e-6"]])
 def test_the_config_of_a_run_reads_back_as_its_arguments(tmp_path, flags):
     args = parse_args(["--name", "x", *flags])
-    train_module.RunLog(tmp_path, replace(args, wandb="off"), done=0)
+    RunLog(tmp_path, replace(args, wandb="off"), done=0)
     again = parse_args(["--resume", str(tmp_path)])
     assert again == replace(args, wandb="off", resume=str(tmp_path))
 
@@ -160,7 +163,7 @@ def test_replay_none_over_a_config_with_updates_means_none_and_says_so(tmp_path,
 
 def test_help_explains_every_flag():
     text = train("--help").stdout
-    for field in train_module.fields(Args):
+    for field in fields(Args):
         assert f"--{field.name.replace('_', '-')}" in text
     assert "optimiser steps" in text
 
@@ -196,7 +199,7 @@ def test_what_a_run_leaves(run):
     assert all(key.startswith("time/") for key in clock)
     assert "Train and held-out problems" in (run / "config.yaml").read_text().splitlines()[0]
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert set(config) == {field.name for field in train_module.fields(Args)} - {"resume"}
+    assert set(config) == {field.name for field in fields(Args)} - {"resume"}
     episodes = [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()]
     fresh = [episode for episode in episodes if episode["kind"] == "fresh"]
     assert "player" in fresh[0]["transcript"][0]["content"] and len(fresh) == 4 * 4
@@ -284,7 +287,7 @@ def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
     assert [{key: value for key, value in line.items() if "time/" not in key} for line in whole] == \
         [{key: value for key, value in line.items() if "time/" not in key} for line in parts]
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
-    assert whole[0]["buffer/tau"] == train_module.FIRST_TAU and whole[-1]["buffer/drift_c"] is not None
+    assert whole[0]["buffer/tau"] == FIRST_TAU and whole[-1]["buffer/drift_c"] is not None
     c = whole[-1]["buffer/drift_c"]
     assert whole[-1]["buffer/tau"] == pytest.approx(min(max(1 / c, 1.0), 1e5) if c > 0 else 1e5)
     assert (tmp_path / "whole" / "drift.png").stat().st_size > 5000
@@ -305,7 +308,7 @@ def test_ppo_with_td_error_priorities_and_lora_resumes_exactly(tmp_path, quick_f
 
 def test_list_shows_bundles_and_parts():
     text = train("--list").stdout
-    assert all(name in text for name in [*train_module.losses.ALGORITHMS, *train_module.losses.LOSSES, "is_k3", "tis_sequence"])
+    assert all(name in text for name in [*losses.ALGORITHMS, *losses.LOSSES, "is_k3", "tis_sequence"])
 
 
 def test_a_name_that_exists_is_refused(run, quick_flags):
@@ -531,7 +534,7 @@ def test_wandb_offline_gets_the_namespaces_and_the_episodes(tmp_path, quick_flag
     train_module.main(parse_args([*flags, "--runs-dir", str(tmp_path), "--name", "w", "--iterations", "2", "--quiet", "true"]))
     settings, = logged
     assert settings["mode"] == "offline" and settings["config"]["env_options"] == {"prompt": "tiny"}
-    assert set(settings["config"]) == {field.name for field in train_module.fields(Args)}
+    assert set(settings["config"]) == {field.name for field in fields(Args)}
     folder, = (tmp_path / "w" / "wandb").glob("offline-run-*")
     summary = json.loads((folder / "files" / "wandb-summary.json").read_text()) if (
         folder / "files" / "wandb-summary.json").exists() else None

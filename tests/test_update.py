@@ -9,7 +9,8 @@ from conftest import tiny_lake
 from losses import gae
 from models import Chat, load_policy
 from rollout import HFEngine, collect
-from train import Args, make_learner
+from settings import Args
+from train import make_learner
 from update import (add_advantages, gradients, objective_of, padded, per_token, replay_advantages, score, td_errors, token_rewards,
                     update, value_targets)
 

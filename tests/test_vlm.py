@@ -19,7 +19,9 @@ from models import (Chat, banned_tokens, collate, demonstrations, load_policy, p
 from rollout import HFEngine, collect
 from sokoban import Sokoban
 from test_buffer import make
-from train import Args, main, make_engine, make_learner, parse_args
+from rollout import make_engine
+from settings import Args, parse_args
+from train import main, make_learner
 from update import add_advantages, gradients, score
 
 lake = functools.partial(FrozenLake, prompt="tiny", view="image", cell_pixels=16)

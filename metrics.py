@@ -1,0 +1,73 @@
+"""What the loop logs beside the update's own metrics: of all ranks, as plain numbers."""
+import numpy as np
+
+import ranks
+from buffer import use_stats
+from eval import PLAYED
+from update import has_signal
+
+
+def under(name: str, metrics: dict) -> dict:
+    return {f"{name}/{key}": value for key, value in metrics.items()}
+
+
+def outline(episode, sound: bool) -> dict:
+    """What all ranks need to know of an episode."""
+    return {"group_id": episode.group_id, "reward": episode.reward, "tokens": len(episode.tokens), "info": episode.info,
+            "answered": bool(episode.action_mask.any()), "signal": has_signal(episode), "sound": sound,
+            **{name: getattr(episode, name) for name in ("iteration", "policy_step", "last_policy_step")}}
+
+
+def fresh_metrics(played: list[dict], stored: int, buffer, step: int, oldest: float) -> dict:
+    """`step` is that of their arrival; those sampled before the step `oldest` were dropped."""
+    if not played:
+        return {"episodes": 0, "dropped_stale": 0} | dict.fromkeys((
+            "reward", "success", "turns", "truncated", "context_full", "overlong", "env_errors", "parse_failures", "length_stops",
+            "tokens_per_episode", "signal_share", "stored_share", "staleness_mean", "staleness_max", "version_span_mean"))
+    info = {key: [row["info"][key] for row in played] for key in PLAYED}
+    turns = max(1, sum(info["turns"]))
+    staleness = [step - row["policy_step"] for row in played]
+    return {"episodes": len(played), "staleness_mean": np.mean(staleness), "staleness_max": max(staleness),
+            "version_span_mean": np.mean([row["last_policy_step"] - row["policy_step"] for row in played]),
+            "dropped_stale": sum(row["policy_step"] < oldest for row in played),
+            "reward": np.mean([row["reward"] for row in played]), "success": np.mean(info["success"]),
+            "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
+            "context_full": np.mean(info["context_full"]), "overlong": np.mean(info["overlong"]),
+            "env_errors": np.mean([bool(error) for error in info["env_error"]]),
+            "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
+            "tokens_per_episode": np.mean([row["tokens"] for row in played]),
+            "signal_share": np.mean([row["signal"] for row in played]),
+            "stored_share": stored / len(played) if buffer is not None else None}
+
+
+def replay_metrics(samples, args) -> dict:
+    if not samples:
+        return dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "weight_min")) | {"updates": 0}
+    ages = ranks.joined(np.concatenate([sample.ages for sample in samples]))
+    return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
+            "unique_fraction": np.mean([ranks.total(len(np.unique(sample.ids))) / args.replay_batch_size for sample in samples]),
+            "success": np.mean(ranks.joined([episode.info["success"] for sample in samples for episode in sample.episodes])),
+            "weight_min": ranks.lowest(min(sample.weights.min() for sample in samples))}
+
+
+def buffer_stats(args, buffer, now: int) -> dict:
+    """`buffer.stats` over the shards of all ranks: sums of counts, extremes of extremes, means of the rest weighted by entries
+    (for quantiles and the entropy that is the mean over the shards)."""
+    shards = ranks.gathered(buffer.stats(now))
+    if len(shards) == 1:
+        return shards[0]
+    result = dict.fromkeys(shards[0])
+    for name in result:
+        rows = [shard for shard in shards if shard[name] is not None and shard["size"]]
+        values = [shard[name] for shard in rows]
+        if name in ("size", "episodes", "bytes"):
+            result[name] = sum(shard[name] for shard in shards)
+        elif rows:
+            extreme = max if name.endswith("_max") else min if name.endswith("_min") else None
+            result[name] = extreme(values) if extreme else float(np.average(values, weights=[shard["size"] for shard in rows]))
+    return result | use_stats(ranks.total(buffer.counts)) | {"fill": result["size"] / args.capacity}
+
+
+def drift_metrics(args, buffer, fit) -> dict:
+    found = {f"drift_{name}": fit and fit[name] for name in ("c", "k0", "r2")} if args.tau == "auto" else {}
+    return found | {"tau": buffer.tau, "tau_over_alpha": buffer.tau / args.alpha if args.alpha else None}
