@@ -77,7 +77,7 @@ def refused(capsys, *flags):
     (["--replay-advantage", "vtrace"], ["vtrace", "--algo ppo"]),
     (["--priority", "td_error"], ["td_error", "--algo ppo"]),
     (["--correction", "tis_token"], ["tis_token", "decoupled_ppo"]),
-    (["--format-penalty", "nan"], ["--format-penalty nan", "at least 0"]),
+    (["--format-penalty", "nan"], ["--format-penalty nan", "a number"]),
     (["--warm-start-skill", "1.5"], ["between 0 and 1"]),
     (["--beta-steps", "0"], ["--beta-steps 0"]),
     (["--advantage-clip", "-1"], ["--advantage-clip -1"]),
