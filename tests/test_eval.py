@@ -147,6 +147,7 @@ def run(tmp_path, tiny_folder):
     """A run with one checkpoint, the warm-started policy itself."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_folder, folder / "checkpoints" / "step_7")
+    (folder / "checkpoints" / "step_7" / "state.json").write_text("{}")
     config = asdict(Args(env_options={"prompt": "tiny"}, eval_problems=12, max_turns=3))
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -292,6 +293,7 @@ def test_a_lora_checkpoint_is_loaded_with_its_base(run, tiny_folder):
     adapted = get_peft_model(policy, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False))
     adapted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / "state.json").write_text("{}")
     lora = evaluated(run)
     assert lora["checkpoint"] == "step_8"
     shutil.rmtree(folder)
