@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import sys
@@ -150,6 +151,8 @@ def last_checkpoint(run: Path, set_aside: bool = False) -> Path | None:
         why = damage(folder)
         if why is None:
             return folder
+        if not folder.exists():  # the run went on meanwhile, and removed it
+            return last_checkpoint(run, set_aside)
         print(f"warning: {folder} is damaged ({why}); the one before it is taken", file=sys.stderr)
         if set_aside and folder != found[0]:
             os.rename(folder, folder.with_name(f"damaged_{folder.name}_{time.time_ns()}"))
@@ -283,6 +286,11 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
     recover(run / "checkpoints")
     checkpoint = last_checkpoint(run, set_aside=True)
     if checkpoint is None:
+        log = run / "metrics.jsonl"
+        logged = len(re.findall(r"^{.*}$", log.read_text(), re.MULTILINE)) if log.exists() else 0
+        if (run / "summary.json").exists() or 0 < args["checkpoint_every"] < logged:
+            fail(f"{run} has logged {logged} iterations, but its checkpoints are gone: there is nothing to go on from, and "
+                 "starting anew would erase its logs; start a run of another --name")
         print(f"{run} has no checkpoint yet: it starts anew in its folder")
         return None
     state = json.loads((checkpoint / "state.json").read_text())

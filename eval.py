@@ -43,9 +43,9 @@ from compare import bootstrap_interval, whole_lines
 from durable import checkpoints, fail, last_checkpoint
 from envs import MissingData, load_env, make_env_factory, options_for
 from models import Chat, load_policy, policy_folder, up_to
-from rollout import collect, guarded, make_engine
+from rollout import collect, context_length_of, guarded, make_engine
 from runs import episode_record, finite_or_none, read_yaml, with_files
-from settings import Args
+from settings import Args, other_defaults
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
@@ -220,7 +220,7 @@ def plot_drift(run: Path, drift):
 class EvalArgs:
     """Evaluate a policy on held-out problems. What is None is taken from its run, or from train.py's defaults."""
     source: Annotated[str, tyro.conf.Positional]
-    """Folder of a run (its last checkpoint), of a checkpoint or of a model; a hub id; tiny or smollm2."""
+    """Folder of a run (its last checkpoint), of a checkpoint or of a model; a hub id; tiny, tiny-vlm or smollm2."""
     eval_problems: Annotated[int | None, tyro.conf.arg(name="problems")] = None
     """Held-out problems."""
     samples: int = 1
@@ -250,7 +250,7 @@ class EvalArgs:
     transcripts: int = 8
     """Episodes that are written to eval_episodes.jsonl with their text and tokens."""
     out: str | None = None
-    """Where the result goes. None: eval.json in the folder of the run, checkpoint or model; in this folder for a hub id."""
+    """Where the result goes. None: eval.json in the folder of the run, checkpoint or model; in this folder for a name."""
 
 
 def find(source: str) -> tuple[str | Path, Path | None, Path]:
@@ -286,7 +286,8 @@ def settings(arguments: EvalArgs, run: Path | None):
     options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
     names = {each.name for each in fields(Args)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    return Args(**{key: value for key, value in config.items() if key in names} | given
+    usual = {} if config else other_defaults(arguments.source)
+    return Args(**usual | {key: value for key, value in config.items() if key in names} | given
                 | {"env_options": options | arguments.env_options})
 
 
@@ -332,7 +333,7 @@ def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int,
                 engine, chat, make_env, [problem_ids[place] for place, _ in batch], [place for place, _ in batch],
                 [int(seeds[pair]) for pair in batch], temperature=args.eval_temperature, max_turns=args.max_turns,
                 max_new_tokens=args.max_new_tokens, format_penalty=args.format_penalty, policy_step=0, iteration=0,
-                context_length=policy.config.get_text_config().max_position_embeddings, parallel=len(batch))
+                context_length=context_length_of(args, policy), parallel=len(batch))
             yield [{"iteration": 0, "kind": "eval", "sample": sample, **outcome(episode),
                     **(episode_record(chat, 0, episode, text, kind="eval") if first + row < transcripts else {})}
                    for row, ((_, sample), episode, text) in enumerate(zip(batch, episodes, texts))]
@@ -367,7 +368,8 @@ def main(arguments: EvalArgs) -> dict:
     out.parent.mkdir(parents=True, exist_ok=True)
     log = out.with_name(f"{out.stem}_episodes.jsonl")
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
-        "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "dtype")}, "temperature": temperature}
+        "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
+        "temperature": temperature}
     task = [Path(inspect.getfile(kind)).read_text() for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in (whole_lines(log) if log.exists() else [])
@@ -402,7 +404,8 @@ def report(result: dict) -> str:
     """The numbers of `summarise` as lines for people."""
     n = result["samples"]
     lines = [
-        f"{result['checkpoint']}: {result['env']}, {result['problems']} held-out problems, {n} sample{'s' * (n > 1)} each, "
+        f"{result['checkpoint']}: {' '.join([result['env'], *map(str, sum(result['env_options'].items(), ()))])}, "
+        f"{result['problems']} held-out problems, {n} sample{'s' * (n > 1)} each, "
         f"temperature {result['temperature']:g}; with 95 % intervals over problems"]
     for name in result:
         if f"{name}_low" in result and name != "pass^1":  # pass@1 again

@@ -179,8 +179,9 @@ def estimate(args: PlanArgs) -> list[str]:
     config = yaml.safe_load((run / "config.yaml").read_text())
     if config["unit"] == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
-        told.append(f"the run itself: capacity {config['capacity']} and {fresh} episodes a batch; replay ratio "
-                    f"{last['cost/replay_ratio']:.2f}, gamma {last['time/gamma']:.2f}")
+        ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
+        told.append(f"the run itself: capacity {config['capacity']} and {fresh} episodes a batch; replay ratio {ratio}, "
+                    f"gamma {gamma}")
     return told
 
 

@@ -381,6 +381,11 @@ MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fra
                         "max_env_error_frac", "cache_dir", "parallel_episodes", "engine_memory", "restart_samplers"}
 
 
+def other_defaults(model: str) -> dict:
+    """Two of the defaults are for the tiny policy; the one with eyes says what it sees before it moves."""
+    return {"tiny": {}, "tiny-vlm": {"max_new_tokens": 12}}.get(model, {"max_new_tokens": 128, "lr": 1e-6})
+
+
 def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
     """Refuses settings that contradict each other (exit 2), settles what one setting decides for another."""
     def together(*names):  # all from the command line, or all from the config with none replaced there
@@ -418,6 +423,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
              "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
     if looks and (args.engine.startswith("http://") or args.lora_sync == "adapter"):
         fail(f"--engine {args.engine} --lora-sync {args.lora_sync} takes no images: use --engine hf or vllm, --lora-sync merge")
+    if args.async_rollouts and not args.async_lockstep and args.age_unit == "iteration":
+        fail("--age-unit iteration needs episodes of the trainer's own iterations: with --async-rollouts ages are in steps")
     if args.async_lockstep and args.async_rollouts != 1:
         fail(f"--async-lockstep is for one sampler: add --async-rollouts 1 (it is {args.async_rollouts})")
     for name in ("restart_samplers", "sampler_dtype", "async_queue", "async_fixed_ratio"):
@@ -428,9 +435,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"{flag('engine')} with {flag('async_rollouts')}: give one server's address for each sampler, with commas between")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
-    # two defaults that are for the tiny policy; the one with eyes says what it sees
-    others = {"tiny": {}, "tiny-vlm": {"max_new_tokens": 12}}.get(args.model, {"max_new_tokens": 128, "lr": 1e-6})
-    for name, value in others.items():
+    for name, value in other_defaults(args.model).items():
         if name not in given | in_config and not args.resume:
             setattr(args, name, value)
             if not args.quiet:

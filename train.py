@@ -19,6 +19,7 @@ import hashlib
 import inspect
 import json
 import math
+import shutil
 import sys
 import time
 import zlib
@@ -123,6 +124,8 @@ def main(args: Args) -> dict:
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
         folder = checkpoint / "base" if checkpoint and (checkpoint / "base").is_dir() else policy_folder(args, make_env())
+        if args.async_rollouts and folder.name == "base":  # the checkpoint is removed one day, and a sampler started again
+            folder = Path(shutil.copytree(folder, run / ".start_policy", dirs_exist_ok=True))
         policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))
@@ -269,7 +272,7 @@ def main(args: Args) -> dict:
                 successes = [float(row["info"]["success"]) for row in played if row["sound"] and row["group_id"] == group]
                 if successes:
                     memories["problems"].update(place, successes, iteration)
-            base = td_errors(learner, stored) if args.priority == "td_error" and buffer is not None else None
+            base = td_errors(learner, stored) + args.eps if args.priority == "td_error" and buffer is not None else None
             if buffer is not None and stored:
                 buffer.add(stored, now(), birthdays=birthdays(stored), base=base)
             if drift is not None:
@@ -284,6 +287,7 @@ def main(args: Args) -> dict:
                     rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
                     if ranks.somewhere(rows):
                         fresh.append(step_on([sound[row] for row in rows], first_use=epoch == 0,
+                                             ages=[arrived - sound[row].policy_step for row in rows],
                                              proximal_BT=None if proximal_BT is None else proximal_BT[rows]))
             clock.lap("fresh")
 
@@ -332,11 +336,12 @@ def main(args: Args) -> dict:
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = {"bytes": 0} if buffer is None else \
                 buffer_stats(args, buffer, now()) | drift_metrics(args, buffer, fit)
+            equal = fresh[0] if fresh and all(row["policy_step"] == arrived for row in played) else {}  # weights of both sides
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
                 **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer, arrived, oldest) | merged(fresh, names)),
-                "fresh/first_max_abs_ratio_minus_1": fresh[0].get("max_abs_ratio_minus_1") if fresh else None,
-                **{f"fresh/sampler_trainer_difference_{key}": fresh[0].get(f"log_prob_difference_{key}") if fresh else None
+                "fresh/first_max_abs_ratio_minus_1": equal.get("max_abs_ratio_minus_1"),
+                **{f"fresh/sampler_trainer_difference_{key}": equal.get(f"log_prob_difference_{key}")
                    for key in ("mean", "p99", "max")},
                 **under("task", task_averages(played)),
                 **under("replay", merged(replayed, names) | replay_metrics(samples, args)),

@@ -271,7 +271,7 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
         rows["advantages"] = rows["advantages"].clamp(-args.advantage_clip, args.advantage_clip)
     options = dict(objective.loss_options, correction=args.correction, correction_low=args.correction_low,
                    correction_high=args.correction_high)
-    if replayed and args.algo == "ppo" and args.dual_clip is None:
+    if is_old(ages, replayed) and args.algo == "ppo" and args.dual_clip is None:
         options["dual_clip"] = 3.0  # a stale token with A < 0 and a large ratio would dominate the step
     if objective.kl_in == "loss" or objective.loss == "tba":
         rows["reference"] = reference_score(learner, episodes)
@@ -287,7 +287,12 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
     return rows, options
 
 
-def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, replayed: bool):
+def is_old(ages, replayed: bool) -> bool:
+    """Whether an older policy sampled some of the episodes: replayed ones, and those of a sampler with old weights."""
+    return replayed or bool(np.max([0 if ages is None else ages], initial=0) > 0)
+
+
+def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, old: bool):
     """(loss of the policy, loss of the critic or None, log-probs (B, T), sums of metrics over tokens) of a micro-batch."""
     args, objective = learner.args, objective_of(learner.args)
     mask_BT, weights_B, aggregation = batch["mask"], batch["weights"], objective.aggregation
@@ -305,7 +310,7 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
              "clip_fraction": sums.get("clip_fraction_low", 0.0) + sums.get("clip_fraction_high", 0.0),
              "correction_weight": sums.get("correction_weight", tokens)}
     if objective.kl_in == "loss":  # samples of an older policy need the ratio
-        kind = args.replay_kl_kind if replayed else objective.kl_kind
+        kind = args.replay_kl_kind if old else objective.kl_kind
         kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
         loss = loss + args.kl_coef * aggregate(kl_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
         sums["kl_reference"] = kl_BT.sum().item()
@@ -325,7 +330,8 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, repl
 def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
     """Adds the gradient of one optimiser step over `episodes` (of all ranks) to policy and critic; returns the step's metrics.
 
-    `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve `--correction age_discount`;
+    `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve `--correction age_discount`,
+    and say whether an older policy sampled;
     `proximal_BT`, for decoupled_ppo, are the log-probs when the batch's first update began, None: now. All micro-batches
     share one denominator. Rows that can add nothing to the gradient count in it but are not computed.
     """
@@ -346,7 +352,7 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
         batch = {name: (tensor[picked, :width] if tensor.ndim == 2 else tensor[picked]).to(learner.device)
                  for name, tensor in rows.items()}
         batch["pixels"] = pixels_of(learner, [episodes[row] for row in picked])
-        loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, replayed)
+        loss, critic_loss, logprobs_BT, sums = losses_of(learner, batch, options, per_step, is_old(ages, replayed))
         learner.accelerator.backward(loss)
         sums |= {"loss": loss.item(), "tokens_computed": tokens_read(learner, [episodes[row] for row in picked])}
         bad += [text] if (text := bad_rows("log-probs", logprobs_BT, [episodes[row] for row in picked])) else []

@@ -287,6 +287,13 @@ def test_a_checkpoint_finds_its_run_and_a_model_needs_a_task(run, tmp_path, tiny
         key: evaluated(run)[key] for key in ("success", "tokens", "score")}
 
 
+def test_the_run_s_context_length_holds_in_evaluation_too(run):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert evaluated(run)["context_full"] == 0
+    (run / "config.yaml").write_text(yaml.safe_dump(config | {"context_length": 100}))
+    assert evaluated(run)["context_full"] > 0
+
+
 def test_a_lora_checkpoint_is_loaded_with_its_base(run, tiny_folder):
     policy, tokenizer = load_policy(tiny_folder)
     folder = run / "checkpoints" / "step_8"

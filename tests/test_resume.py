@@ -258,8 +258,16 @@ def test_the_global_generators_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
+@pytest.fixture
+def ctrl_c():
+    """A shell's background job ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tmp_path, flags, monkeypatch, capfd, number):
+def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tmp_path, flags, monkeypatch, capfd, number, ctrl_c):
     real = samplers.collect
 
     def collect(*arguments, iteration, **more):
@@ -281,18 +289,14 @@ def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tm
     assert not differences(whole, run)
 
 
-def test_a_second_signal_acts_at_once(capfd):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-    try:
-        with runs.Interrupt(lambda: None) as stop:
-            assert stop.signal == 0
+def test_a_second_signal_acts_at_once(capfd, ctrl_c):
+    with runs.Interrupt(lambda: None) as stop:
+        assert stop.signal == 0
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop.signal == signal.SIGINT
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
-    finally:
-        signal.signal(signal.SIGINT, before)
+            time.sleep(1)
 
 
 def test_an_adapter_does_not_need_the_cache_that_it_began_from(tmp_path, quick_flags, tiny_folder):
@@ -315,6 +319,31 @@ def test_an_adapter_does_not_need_the_cache_that_it_began_from(tmp_path, quick_f
     shutil.rmtree(moved / "base")
     with pytest.raises(MissingData, match="needs its base model"):
         load_policy(moved)
+
+
+def test_logs_without_checkpoints_are_not_erased(tmp_path, quick_flags, capsys):
+    start(tmp_path, "gone", quick_flags, "--iterations", 2)
+    shutil.rmtree(tmp_path / "gone" / "checkpoints")
+    before = (tmp_path / "gone" / "metrics.jsonl").read_text()
+    with pytest.raises(SystemExit):
+        resume(tmp_path / "gone")
+    assert "checkpoints are gone" in capsys.readouterr().err and (tmp_path / "gone" / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(tmp_path, monkeypatch, capsys):
+    def save(step):
+        with durable.whole_folder(tmp_path / "checkpoints" / f"step_{step}") as folder:
+            (folder / "state.json").write_text('{"format": 2}')
+    save(1)
+    real = durable.digest
+
+    def digest(path):
+        if (tmp_path / "checkpoints" / "step_1").exists():  # the trainer drops it meanwhile and saves another
+            shutil.rmtree(tmp_path / "checkpoints" / "step_1")
+            save(3)
+        return real(path) if path.exists() else ""
+    monkeypatch.setattr(durable, "digest", digest)
+    assert durable.last_checkpoint(tmp_path).name == "step_3" and "damaged" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- changes

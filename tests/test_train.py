@@ -22,7 +22,7 @@ from models import Chat, load_policy
 from rollout import HFEngine, collect
 from runs import RunLog
 from settings import FIRST_TAU, Args, parse_args
-from train import make_learner
+from train import main, make_learner
 from update import add_advantages, gradients, learning_rate_factor, update
 
 
@@ -579,3 +579,21 @@ def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_pat
     for words in ("1/2", "2/2", "reward 0.50", "held-out 0.250", "held-out 1.000", "age 12", "ESS 0.90", "signal 25%",
                   "tokens/s 1,234", "held-out success \u2583\u2588"):
         assert words in screen.getvalue(), words
+
+
+def test_delayed_weights_are_booked_as_ages(tmp_path, quick_flags):
+    main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "late", "--iterations", "4", "--replay", "none",
+                     "--sync-every", "3", "--algo", "decoupled_ppo", "--correction", "age_discount", "--correction-low", "0.5"]))
+    lines = metrics_of(tmp_path / "late")
+    stale = [line for line in lines if line["fresh/staleness_mean"]]
+    assert stale and all(line["fresh/correction_weight"] == pytest.approx(0.5 ** line["fresh/staleness_mean"])
+                         for line in lines if line["fresh/steps"])
+    assert all((line["fresh/sampler_trainer_difference_max"] is None) == (line in stale) for line in lines if line["fresh/steps"])
+
+
+def test_new_td_error_priorities_have_their_eps_too(tmp_path, quick_flags):
+    main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "td", "--iterations", "1", "--algo", "ppo", "--priority",
+                     "td_error", "--eps", "0.5", "--replay-updates", "0"]))
+    [saved] = (tmp_path / "td").glob("checkpoints/*/buffer/*.npz")
+    log_base = np.load(saved)["log_base"]
+    assert (log_base[np.isfinite(log_base)] >= np.log(0.5) - 1e-9).all() and np.isfinite(log_base).any()

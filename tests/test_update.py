@@ -62,6 +62,19 @@ def test_micro_batches_change_no_objective(tiny_folder, episodes, flags, replaye
     assert (whole - parts).norm() <= 2e-5 * whole.norm()
 
 
+def test_a_batch_of_an_older_policy_is_trained_as_replayed_ones_are(tiny_folder, episodes):
+    """A queue's stale episodes are not replayed, but their KL in the loss needs the ratio too; weights by age see their ages."""
+    def gradient(learner, **how):
+        learner.policy.zero_grad()
+        metrics = gradients(learner, episodes, **how)
+        return torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()]), metrics
+    learner = learner_of(tiny_folder, episodes, algo="grpo", kl_coef=0.3)
+    new, stale, replayed = (gradient(learner, **how)[0] for how in ({}, {"ages": [2] * 16}, {"replayed": True}))
+    assert torch.equal(stale, replayed) and (new - stale).norm() > 1e-3 * stale.norm()
+    learner = learner_of(tiny_folder, episodes, algo="decoupled_ppo", correction="age_discount", correction_low=0.5)
+    assert [gradient(learner, ages=[age] * 16)[1]["correction_weight"] for age in (0, 1, 2)] == pytest.approx([1, 0.5, 0.25])
+
+
 def test_critic_values_do_not_see_the_token_they_judge(tiny_folder, episodes):
     learner = learner_of(tiny_folder, episodes, algo="ppo")
     episode = episodes[0]
