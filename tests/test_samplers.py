@@ -281,3 +281,14 @@ def test_samplers_end_with_a_trainer_that_is_killed(tmp_path, quick_flags):
     run.process.communicate()
     wait_for(lambda: not any(map(running, run.samplers)), 30)
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+def test_samplers_of_a_resumed_run_start_from_a_policy_that_no_checkpoint_takes_along(tmp_path, quick_flags):
+    flags = [*quick_flags, "--async-rollouts", 1, *FROM_BUFFER, "--lora-rank", 2, "--checkpoint-every", 1, "--keep-checkpoints", 1]
+    train(*flags, "--runs-dir", tmp_path, "--name", "x", "--iterations", 1)
+    base = last_checkpoint(tmp_path / "x") / "base"
+    weights = (base / "model.safetensors").read_bytes()
+    train("--resume", tmp_path / "x", "--iterations", 3)
+    assert not base.exists()
+    assert (tmp_path / "x" / ".start_policy" / "model.safetensors").read_bytes() == weights
