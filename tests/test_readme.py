@@ -28,7 +28,7 @@ def test_the_example_task_plays(tmp_path):
 
 
 def test_every_flag_and_file_that_the_readme_names_is_there():
-    flags = {field.name for field in fields(Args)} | {"samples", "k", "x", "env", "problems", "list", "help", "mu", "alpha", "rho", "from"}
+    flags = {field.name for field in fields(Args)} | {"samples", "k", "x", "env", "problems", "list", "help", "mu", "alpha", "rho", "from", "out"}
     flags |= {"config", "num", "nproc", "cpu"}  # of launchers: --config_file, --num_processes, --nproc_per_node
     named = set(re.findall(r"--([a-z][a-z-]+)", README))
     assert not {flag for flag in named if flag.replace("-", "_") not in flags}
