@@ -288,7 +288,7 @@ def test_a_diverged_policy_is_named_as_such(engine):
         [parameter for parameter in engine.policy.parameters() if parameter.requires_grad][-1].fill_(float("nan"))
     with pytest.raises(ValueError, match="weights have diverged"):
         engine.sync()
-    with pytest.raises(RuntimeError, match="weights have diverged"):
+    with pytest.raises(ValueError, match="weights have diverged"):
         sample(engine)
 
 
