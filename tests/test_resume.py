@@ -214,6 +214,9 @@ def test_a_run_that_was_cut_in_the_middle_of_a_line_ends_as_the_whole_one(whole,
 def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(whole, tmp_path, capsys):
     run = without_last(whole, tmp_path, checkpoints=3)
     (run / "checkpoints" / ".step_2.tmp").mkdir()
+    (run / "summary.json").unlink(missing_ok=True)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))  # it was killed while it wrote its first checkpoint
     resume(run)
     assert "starts anew" in capsys.readouterr().out and not differences(whole, run)
 
