@@ -7,8 +7,8 @@ A config promises by a line such as `# expect: final_success 0.914 of 512 (seed 
 and the number of held-out problems. On one machine a seed gives the same digits every time; elsewhere other kernels
 round otherwise, so a number has moved when it differs by more than three standard errors of two such shares.
 
-Promises of text tasks other than configs/frozenlake_tiny.yaml were measured before updates read shared beginnings once
-(prefix_tree.py), which changed log-probs in their last digits: those may come out "close".
+Those of arithmetic_tiny, frozenlake_tiny_problems, frozenlake_tiny_reinforce and sokoban_tiny were measured before updates read
+shared beginnings once (prefix_tree.py), which changed log-probs in their last digits: they may come out "close".
 """
 import json
 import math
