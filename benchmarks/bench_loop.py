@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -369,7 +370,7 @@ def profile(iterations: int):
     spent.around(models, "token_logprobs_from_hidden", "forward, training")  # the head and the log-softmax
     spent.around(torch.Tensor, "backward", "backward")
     spent.around(torch.optim.AdamW, "step", "optimiser")
-    spent.around(train.Accelerator, "clip_grad_norm_", "optimiser")
+    spent.around(Accelerator, "clip_grad_norm_", "optimiser")
     spent.around(train.RunLog, "append", "JSON and logging")
     train.load_policy, train.RunLog.iteration = load, log
     with tempfile.TemporaryDirectory() as runs:
