@@ -123,9 +123,10 @@ def main(args: Args) -> dict:
         train_problems = np.array(problems_of(make_env(), "train", args.train_problems, 1536, "--train-problems"))
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         args.train_problems, args.eval_problems = len(train_problems), len(heldout_problems)
-        folder = checkpoint / "base" if checkpoint and (checkpoint / "base").is_dir() else policy_folder(args, make_env())
-        if args.async_rollouts and folder.name == "base":  # the checkpoint is removed one day, and a sampler started again
-            folder = Path(shutil.copytree(folder, run / ".start_policy", dirs_exist_ok=True))
+        base = checkpoint / "base" if checkpoint and (checkpoint / "base").is_dir() else None
+        if base and args.async_rollouts:  # the checkpoint is removed one day, and a sampler started again
+            base = shutil.copytree(base, run / ".start_policy", dirs_exist_ok=True)
+        folder = base or policy_folder(args, make_env())
         policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))

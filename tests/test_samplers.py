@@ -292,3 +292,11 @@ def test_samplers_of_a_resumed_run_start_from_a_policy_that_no_checkpoint_takes_
     train("--resume", tmp_path / "x", "--iterations", 3)
     assert not base.exists()
     assert (tmp_path / "x" / ".start_policy" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_samplers_take_a_model_that_is_named(tmp_path, quick_flags, tiny_folder):
+    """A folder or hub id is a name, not a path: a run of the published configs, but for the size."""
+    train(*quick_flags, "--model", tiny_folder, "--env-options", "prompt", "tiny", "--max-new-tokens", 6, "--async-rollouts", 1,
+          *FROM_BUFFER, "--runs-dir", tmp_path, "--name", "x", "--iterations", 2)
+    assert len(metrics_of(tmp_path / "x")) == 2
