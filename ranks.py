@@ -44,9 +44,12 @@ def start() -> Accelerator:
     if lonely:  # accelerate's launcher for CPUs sets a meeting point and then starts a single process
         raise ValueError("`accelerate launch` was asked for several processes on a CPU and silently started one; use "
                          "torchrun --nproc_per_node N train.py ...")
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision != "no":
+        raise ValueError(f"mixed_precision {precision} in the accelerate config: set it to 'no'; the data type of the weights is "
+                         "--dtype")
     if option("ACCELERATE_USE_DEEPSPEED"):
-        raise ValueError("DeepSpeed is not supported: configs/accelerate/fsdp2.yaml splits weights, gradients and optimiser over "
-                         "the GPUs as ZeRO-3 does")
+        zero3_by_fsdp2()
     for name, wanted, why in (("FSDP_VERSION", "2", "the older one is not supported"),
                               ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every process reads the weights itself"),
                               ("FSDP_ACTIVATION_CHECKPOINTING", "false", "use --gradient-checkpointing")):
@@ -56,10 +59,32 @@ def start() -> Accelerator:
     if accelerator.num_processes != promised:
         raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
                          "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
-    if accelerator.mixed_precision != "no":
-        raise ValueError(f"mixed_precision {accelerator.mixed_precision} in the accelerate config: set it to 'no'; the data type "
-                         "of the weights is --dtype")
     return accelerator
+
+
+def zero3_by_fsdp2():
+    """DeepSpeed's ZeRO-3 in an accelerate config becomes FSDP2, for which DeepSpeed is not imported: the same tensors are split
+    over the same processes (Rajbhandari et al. 2020, arXiv 1910.02054). ValueError names what cannot be done so."""
+    def asked(name, usual):
+        return os.environ.get(f"ACCELERATE_{name}", usual).lower()
+
+    place = asked("DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+    for key, name, usual, allowed, why in (
+            ("deepspeed_config_file", "DEEPSPEED_CONFIG_FILE", "none", ("none",),
+             "DeepSpeed's own settings are not read; use the keys of configs/accelerate/zero3.yaml"),
+            ("zero_stage", "DEEPSPEED_ZERO_STAGE", "2", ("3",),
+             "optimiser and gradients are split with the weights or not at all; the latter is configs/accelerate/ddp.yaml"),
+            ("offload_param_device", "DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none", ("none", "cpu"), "nothing is kept on disks"),
+            ("offload_optimizer_device", "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none", (place,),
+             "the optimiser lies where the weights do, at offload_param_device, and nothing on disks"),
+            ("zero3_init_flag", "DEEPSPEED_ZERO3_INIT", "false", ("false",), "every process reads the weights itself"),
+            ("gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS", "1", ("1",), "use --micro-batch-tokens"),
+            ("gradient_clipping", "GRADIENT_CLIPPING", "none", ("none",), "use --max-grad-norm")):
+        if asked(name, usual) not in allowed:
+            raise ValueError(f"{key} {asked(name, usual)} in the accelerate config must be {' or '.join(allowed)}: {why}")
+    os.environ.update(ACCELERATE_USE_DEEPSPEED="false", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2",
+                      FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_OFFLOAD_PARAMS=str(place == "cpu").lower())
+    print("ZeRO-3 is carried out by torch's FSDP2: the same tensors are split over the same processes")
 
 
 def close():

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from conftest import ROOT, train
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -235,13 +237,47 @@ def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
     with pytest.raises(ValueError, match=r"4 processes \(WORLD_SIZE\), but this one sees 1"):
         started(monkeypatch, WORLD_SIZE="4")
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(ValueError, match="fsdp2.yaml"):
-        started(monkeypatch, ACCELERATE_USE_DEEPSPEED="true")
-    monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     with pytest.raises(ValueError, match="fsdp_version"):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
     with pytest.raises(ValueError, match="gradient-checkpointing"):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_ACTIVATION_CHECKPOINTING="true")
+
+
+def zero3_environment(**keys) -> dict:
+    """What `accelerate launch` gives to the processes of configs/accelerate/zero3.yaml, read by its own code; it starts none
+    without the deepspeed package."""
+    config = ["--config_file", str(FSDP.with_name("zero3.yaml")), "--num_processes", "2", "--main_process_port", str(free_port())]
+    parser = launch_command_parser()
+    args, defaults, _ = _validate_launch_command(parser.parse_args([*config, "train.py"]))
+    assert args.use_deepspeed
+    args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+    for key, value in keys.items():
+        setattr(args, key, value)
+    before = dict(os.environ)
+    return {name: value for name, value in prepare_deepspeed_cmd_env(args)[1].items() if before.get(name) != value}
+
+
+@pytest.mark.parametrize("keys, told", [
+    ({"zero_stage": 2}, "zero_stage 2 .* must be 3.*ddp.yaml"), ({"zero_stage": 1}, "zero_stage 1 "),
+    ({"offload_param_device": "nvme"}, "offload_param_device nvme .* none or cpu"),
+    ({"offload_optimizer_device": "nvme"}, "offload_optimizer_device nvme .* must be none"),
+    ({"offload_optimizer_device": "cpu"}, "offload_optimizer_device cpu .* must be none.*where the weights do"),
+    ({"offload_param_device": "cpu"}, "offload_optimizer_device none .* must be cpu"),
+    ({"mixed_precision": "bf16"}, "mixed_precision bf16.*--dtype"),
+    ({"deepspeed_config_file": "ds.json"}, "deepspeed_config_file ds.json.*zero3.yaml"),
+    ({"zero3_init_flag": True}, "zero3_init_flag"), ({"gradient_clipping": 1.0}, "--max-grad-norm"),
+    ({"gradient_accumulation_steps": 4}, "--micro-batch-tokens")], ids=str)
+def test_what_zero3_cannot_do_is_refused(monkeypatch, keys, told):
+    with pytest.raises(ValueError, match=told):
+        started(monkeypatch, **zero3_environment(**keys))
+
+
+@pytest.mark.parametrize("place", ["none", "cpu"])
+def test_zero3_becomes_settings_of_fsdp2(monkeypatch, place):
+    monkeypatch.setattr(os, "environ", zero3_environment(offload_param_device=place, offload_optimizer_device=place))
+    ranks.zero3_by_fsdp2()
+    wanted = {"ACCELERATE_USE_DEEPSPEED": False, "ACCELERATE_USE_FSDP": True, "FSDP_OFFLOAD_PARAMS": place == "cpu"}
+    assert {name: ranks.option(name) for name in wanted} == wanted
 
 
 @pytest.mark.slow
@@ -307,6 +343,19 @@ def test_sharded_weights_give_the_same_run(tmp_path, quick_flags, flags):
     for name, start in (("one", train), ("two", accelerate)):
         start("--resume", tmp_path / name, "--iterations", 3)
     agree(tmp_path / "one", tmp_path / "two", tolerance=1e-4, but=("buffer/",))
+
+
+@pytest.mark.slow
+def test_zero3_is_fsdp2(tmp_path, quick_flags):
+    """The same numbers from zero3.yaml as from fsdp2.yaml, also with what is split in the CPU's memory."""
+    flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path]
+    accelerate(*flags, "--name", "fsdp2")
+    done = torchrun(*flags, "--name", "zero3", **zero3_environment())
+    assert done.stdout.count("ZeRO-3 is carried out by torch's FSDP2") == 1 and "processes: 2" in done.stdout
+    offload = zero3_environment(offload_param_device="cpu", offload_optimizer_device="cpu")
+    torchrun(*flags, "--name", "offload", **offload)
+    for name in ("zero3", "offload"):
+        agree(tmp_path / "fsdp2", tmp_path / name, tolerance=0)
 
 
 def test_configs_are_what_accelerate_knows():
