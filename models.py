@@ -294,12 +294,12 @@ def tiny_tokenizer(words: str = "") -> PreTrainedTokenizerFast:
                                    eos_token="<|end|>", chat_template=TINY_TEMPLATE)
 
 
-def tiny_config(tokenizer) -> LlamaConfig:
-    """About 0.9 M parameters; head_dim 32, since vLLM's CPU attention has no kernel for less."""
-    return LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=4,
-                       num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=1024,
-                       tie_word_embeddings=False, initializer_range=0.1, pad_token_id=tokenizer.pad_token_id,
-                       eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+def tiny_config(tokenizer, width: int = 128, layers: int = 4) -> LlamaConfig:
+    """About 0.9 M parameters; heads of 32 numbers each, since vLLM's CPU attention has no kernel for less."""
+    return LlamaConfig(vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+                       num_attention_heads=width // 32, num_key_value_heads=width // 64, head_dim=32,
+                       max_position_embeddings=1024, tie_word_embeddings=False, initializer_range=0.1,
+                       pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
 
 
 TINY_VLM_TEMPLATE = ("{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
@@ -320,30 +320,30 @@ def tiny_processor(words: str, image_size: int, mean=(0.5,) * 3, std=(0.5,) * 3)
                              chat_template=TINY_VLM_TEMPLATE)
 
 
-def tiny_vlm_config(processor) -> Idefics3Config:
+def tiny_vlm_config(processor, width: int = 128, layers: int = 4) -> Idefics3Config:
     """About 1.2 M parameters: the tiny policy, and a layer that looks at the patches of a picture."""
     tokenizer = processor.tokenizer
     vision = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
               "image_size": processor.image_processor.max_image_size["longest_edge"], "patch_size": TINY_PATCH,
               "initializer_range": 0.1}
-    return Idefics3Config(text_config=tiny_config(tokenizer).to_dict(), vision_config=vision, scale_factor=1,
+    return Idefics3Config(text_config=tiny_config(tokenizer, width, layers).to_dict(), vision_config=vision, scale_factor=1,
                           image_token_id=processor.image_token_id, pad_token_id=tokenizer.pad_token_id,
                           eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False, initializer_range=0.1)
 
 
-def new_tiny(env, images: bool):
+def new_tiny(env, images: bool, width: int, layers: int):
     """(model, processor or tokenizer) of a tiny policy for the task, with the weights of torch's generator."""
     words = getattr(env, "tiny_words", "")
     if not images:
         tokenizer = tiny_tokenizer(words)
-        return LlamaForCausalLM(tiny_config(tokenizer)).eval(), tokenizer
+        return LlamaForCausalLM(tiny_config(tokenizer, width, layers)).eval(), tokenizer
     pictures = []
     for problem_id in env.problems("train", 32):
         env.reset(problem_id, seed=0)
         pictures.append(env.image() / 255)
     mean, std = (getattr(np.stack(pictures), name)((0, 1, 2)).round(4).tolist() for name in ("mean", "std"))
     processor = tiny_processor(words, max(pictures[0].shape), mean, std)  # what all pictures share teaches nothing
-    return Idefics3ForConditionalGeneration(tiny_vlm_config(processor)).eval(), processor
+    return Idefics3ForConditionalGeneration(tiny_vlm_config(processor, width, layers)).eval(), processor
 
 
 def demonstrations(env, chat: Chat, problem_ids, skill: float, max_turns: int, seed: int) -> tuple[list[dict], list]:
@@ -423,8 +423,8 @@ def imitation_loss(model, image_processor, rows: list[dict], turns: int) -> floa
     return total / turns
 
 
-def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: float, max_turns: int,
-                      images: bool = False) -> Path:
+def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: float, max_turns: int, images: bool = False,
+                      width: int = 128, layers: int = 4) -> Path:
     """Folder of the tiny policy after imitation of a scripted player that errs, made once and kept in the cache.
 
     The key covers all that shapes it (settings, tokenizer, this code, the task's code), not the run's seed: every arm
@@ -435,7 +435,8 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     recipe = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "lr": learning_rate, "images": images,
               "batch_tokens": batch_tokens, "demonstrations": count, "env": vars(env),
               "tokenizer": tokenizer.backend_tokenizer.to_str(), "template": TINY_TEMPLATE,
-              "config": tiny_config(tokenizer).to_dict(), "versions": [torch.__version__, transformers.__version__],
+              "config": tiny_config(tokenizer, width, layers).to_dict(),
+              "versions": [torch.__version__, transformers.__version__],
               "code": [inspect.getsource(thing) for thing in
                        (demonstrations, imitate, make_warm_start, Chat, token_logprobs, new_tiny, tiny_vlm_config,
                         tiny_processor, pixel_inputs, hidden_states, row_logprobs, *type(env).__mro__[:-1])]}
@@ -446,7 +447,8 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "warm_start.json").is_file() or not (folder / "model.safetensors").is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images)
+            make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width,
+                            layers)
     return folder
 
 
@@ -467,11 +469,11 @@ def up_to(env, split: str, count: int) -> list[int]:
     return env.problems(split, enough)
 
 
-def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images):
+def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width, layers):
     started = time.time()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, processor = new_tiny(env, images)
+        model, processor = new_tiny(env, images, width, layers)
     chat = Chat(processor)
     with Progress(transient=True) as progress:
         problems = up_to(env, "train", 1536)
@@ -500,7 +502,8 @@ def policy_folder(args, env) -> str | Path:
     once and kept."""
     if args.model in ("tiny", "tiny-vlm"):
         return warm_started_tiny(env, Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
-                                 skill=args.warm_start_skill, max_turns=args.max_turns, images=args.model == "tiny-vlm")
+                                 skill=args.warm_start_skill, max_turns=args.max_turns, images=args.model == "tiny-vlm",
+                                 width=args.tiny_width, layers=args.tiny_layers)
     return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
 
 

@@ -28,7 +28,7 @@ import ranks
 from durable import FORMAT, checkpoints, remove, sync, temporary_of, whole_folder, write_whole
 from models import load_policy
 
-LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl")  # each line has its iteration
+LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
 
 
 def read_yaml(path: Path, loader=yaml.SafeLoader):
@@ -271,6 +271,13 @@ def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, 
     return {"iteration": iteration, "step": step, "tau": buffer.tau if math.isfinite(buffer.tau) else None, "alpha": buffer.alpha,
             "age_unit": args.age_unit, "uses": held["uses"],
             "buffer": {name: held[name] for name in ("age", "count", "priority", "mass")}, "drawn": drawn}
+
+
+def drift_record(iteration: int, step: int, ages, log_ratios) -> dict:
+    """A line of drift.jsonl: the age of each probed episode, and its log current/behaviour. A uniform draw, so that KL and ESS
+    of an age can be had from it."""
+    return {"iteration": iteration, "step": step, "age": [int(age) for age in ages],
+            "log_ratio": [round(float(log_ratio), 5) for log_ratio in log_ratios]}
 
 
 def sparkline(values: list[float], width: int = 24) -> str:

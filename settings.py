@@ -66,6 +66,10 @@ class Args:
     """Let the model run Python code that it brings, with all your rights; only for one whose code you have read."""
     lora_rank: int = 0
     """Rank of LoRA adapters on all linear layers (alpha twice the rank); 0: all weights are trained."""
+    tiny_width: int = 128
+    """Width of the tiny policies, a multiple of 64. 64 with 2 layers makes a study's run four times as fast."""
+    tiny_layers: int = 4
+    """Layers of the tiny policies."""
     warm_start_seed: int = 0
     """Seed of the tiny policy's weights and imitation; not tied to --seed, so that all runs start from one policy."""
     warm_start_updates: int = 120
@@ -85,6 +89,8 @@ class Args:
     """Turns after which an episode is cut."""
     format_penalty: float = 0.15
     """Taken off the training reward, not off the score, for each turn without a valid answer."""
+    shuffle_rewards: bool = False
+    """Episodes of an iteration swap their rewards at random: a control, which must not learn. Success is still the true one."""
     train_problems: int | None = None
     """Number of different training problems. None: 1,536, or all that the task has."""
     max_env_error_frac: float = 0.1
@@ -421,6 +427,9 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
     if args.model in ("tiny", "tiny-vlm") and (looks != (args.model == "tiny-vlm") or looks and "prompt" not in args.env_options):
         fail(f"--model {args.model} with --env {args.env} {args.env_options}: tiny-vlm is for tasks that show images "
              "(frozenlake and sokoban with --env-options view image), tiny for those that do not")
+    if args.tiny_width < 64 or args.tiny_width % 64 or args.tiny_layers < 1:
+        fail(f"--tiny-width {args.tiny_width} --tiny-layers {args.tiny_layers}: the width must be a multiple of 64, with "
+             "at least one layer")
     if looks and (args.engine.startswith("http://") or args.lora_sync == "adapter"):
         fail(f"--engine {args.engine} --lora-sync {args.lora_sync} takes no images: use --engine hf or vllm, --lora-sync merge")
     if args.async_rollouts and not args.async_lockstep and args.age_unit == "iteration":

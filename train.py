@@ -41,11 +41,11 @@ from ledger import Ledger, matmul_parameters
 from metrics import buffer_stats, drift_metrics, fresh_metrics, outline, replay_metrics, under
 from models import Chat, Critic, load_policy, policy_folder, recompute_layers, up_to
 from rollout import context_length_of, engine_kind, make_engine
-from runs import Clock, Interrupt, NoLog, RunLog, episode_record, load_checkpoint, replay_record, save_checkpoint
+from runs import Clock, Interrupt, NoLog, RunLog, drift_record, episode_record, load_checkpoint, replay_record, save_checkpoint
 from samplers import Direct, Job, Samplers
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
-                    objective_of, score, sequence_log_ratios, td_errors, update)
+                    objective_of, score, sequence_log_ratios, shuffle_rewards, td_errors, update)
 from watch import Watch
 
 
@@ -255,6 +255,8 @@ def main(args: Args) -> dict:
             arrived, oldest = state["step"], -math.inf if args.max_staleness is None else state["step"] - args.max_staleness
             birthdays = lambda kept: [e.policy_step if args.age_unit == "step" else iteration for e in kept]  # noqa: E731
             ledger.generated(episodes)
+            if args.shuffle_rewards:
+                shuffle_rewards(episodes, rng_of(args, "shuffled rewards", iteration))
             if episodes:
                 add_advantages(learner, episodes)
             played = ranks.joined([outline(episode, is_sound(args, episode, oldest)) for episode in episodes])  # of all ranks
@@ -315,8 +317,9 @@ def main(args: Args) -> dict:
             if drift is not None:
                 if ranks.agreed(memories["recent"].ready(ranks.share_size(args.probe_episodes), now())):
                     probe = memories["recent"].sample(ranks.share_size(args.probe_episodes), now())
-                    log_ratios = sequence_log_ratios(learner, probe.episodes)
-                    drift.add(ranks.joined(probe.ages), sequence_kl(ranks.joined(log_ratios)))
+                    ages, log_ratios = map(ranks.joined, (probe.ages, sequence_log_ratios(learner, probe.episodes)))
+                    drift.add(ages, sequence_kl(log_ratios))
+                    log.append("drift.jsonl", drift_record(iteration, state["step"], ages, log_ratios))
                 fit = drift.fit()
                 if fit:
                     buffer.set_tau(drift.tau())

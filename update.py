@@ -209,6 +209,14 @@ def add_advantages(learner: Learner, episodes):
         episode.advantages = advantages_T[:len(episode.tokens)].copy()
 
 
+def shuffle_rewards(episodes, rng: np.random.Generator):
+    """Gives each episode the reward of another one, at its last turn: a control, from which nothing can be learned."""
+    judged = [episode for episode in episodes if len(episode.turn_rewards) and not episode.info["env_error"]]
+    for episode, reward in zip(judged, rng.permutation([episode.reward for episode in judged])):
+        episode.reward, episode.turn_rewards = float(reward), np.zeros_like(episode.turn_rewards)
+        episode.turn_rewards[-1] = reward
+
+
 def has_signal(episode) -> bool:
     return bool(episode.advantages.any())
 
