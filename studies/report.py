@@ -1,114 +1,201 @@
-"""Writes studies/RESULTS.md and its plots from the evidence in studies/data: nothing in them is typed.
+"""Writes studies/RESULTS.md and its plots from the evidence in studies/data. No number in them is typed: a study file brings its
+question and the words of its `shows`; all else is counted here.
 
-    python studies/report.py                 # every study that has evidence
+    python studies/report.py
 
-A study's comparisons name arms and the budget they are judged at (`x: episodes` or `x: steps`); `tables` of further metrics are
-means over a run's iterations, then over seeds. Intervals are 95 % bootstrap intervals over seeds.
+Intervals are 95 % bootstrap intervals over seeds. "final minus" compares runs of the same seed.
 """
 import json
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "studies"))
-from run import ROOT, Job, area, chosen_lr, main_jobs, missing, read_study, sweep_jobs  # noqa: E402, F811
-from compare import (X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, read_run, with_interval)  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent))
+from run import ROOT, Job, area, chosen_lr, left_of, main_jobs, read_study, sweep_jobs  # noqa: E402
+from buffer import DriftEstimator  # noqa: E402
+from compare import (X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, probability_of_improvement,  # noqa: E402
+                     read_run, whole_lines, with_interval)
+
+PLOTS = ROOT / "studies" / "plots"
+AGE_BINS = (1, 3, 6, 12, 25, 50, 100)  # optimiser steps; the last bin is open
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]]
+    return ["| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]] + [""]
+
+
+def folder(study, arm: str, seed: int) -> Path:
+    return study.data / Job(arm, chosen_lr(study, arm), seed).name
+
+
+def signed(values_N: np.ndarray) -> str:
+    """Mean and interval of differences over seeds."""
+    low, high = bootstrap_interval(values_N)
+    return f"{values_N.mean():+.3f} ({low:+.3f} to {high:+.3f})"
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
 
 
 def sweep_table(study) -> list[str]:
     """Mean area under the held-out curve of each arm at each learning rate; the chosen one is bold."""
     rows = []
     for arm in study.arms:
-        best, cells = chosen_lr(study, arm), []
-        for lr in study.sweep["lr"]:
-            value = number(np.mean([area(study, Job(arm, lr, seed)) for seed in study.sweep["seeds"]]))
-            cells.append(f"**{value}**" if lr == best else value)
-        rows.append([arm, *cells])
-    return [f"Learning rates, chosen on seeds {', '.join(map(str, study.sweep['seeds']))} by the area under the held-out curve:", "",
-            *table(["arm", *(f"{lr:g}" for lr in study.sweep["lr"])], rows), ""]
+        areas = {lr: number(np.mean([area(study, Job(arm, lr, seed)) for seed in study.sweep["seeds"]]))
+                 for lr in study.sweep["lr"]}
+        rows.append([arm, *(f"**{value}**" if lr == chosen_lr(study, arm) else value for lr, value in areas.items())])
+    return [f"Learning rates, tried on seeds {', '.join(map(str, study.sweep['seeds']))}: mean height of the held-out curve.", "",
+            *table(["arm", *(f"{lr:g}" for lr in study.sweep["lr"])], rows)]
 
 
-def difference(study, arm: str, reference: str, x: str, end: float) -> str:
-    """Mean over seeds of final(arm) - final(reference), the same seed's runs compared, with its interval."""
-    pairs = [[read_run(study.data / job.name, x, "eval/success").at(end) for job in
-              (Job(name, chosen_lr(study, name), seed) for name in (arm, reference))] for seed in study.seeds]
-    gain_N = np.array(pairs)[:, 0] - np.array(pairs)[:, 1]
-    low, high = bootstrap_interval(gain_N)
-    return f"{gain_N.mean():+.3f} ({low:+.3f} to {high:+.3f})"
-
-
-def compared(study, comparison: dict, plot: Path) -> list[str]:
-    x = comparison["x"]
-    groups = {arm: [read_run(study.data / Job(arm, chosen_lr(study, arm), seed).name, x, "eval/success") for seed in study.seeds]
-              for arm in comparison["arms"]}
+def compared(study, comparison: dict) -> list[str]:
+    """Table and plot of a comparison at the largest budget that all its runs have."""
+    x, (reference, *_) = comparison["x"], comparison["arms"]
+    groups = {arm: [read_run(folder(study, arm, seed), x, "eval/success") for seed in study.seeds] for arm in comparison["arms"]}
     end = min(run.x[-1] for runs in groups.values() for run in runs)
-    args = CompareArgs(runs=(), x=x)
-    rows, _ = judge(groups, args, 0.0, end)
-    draw(groups, rows, args, end, plot.parent)
-    for suffix in (".png", ".svg"):
-        (plot.parent / f"comparison{suffix}").rename(plot.with_suffix(suffix))
-    plot.with_suffix(".svg").unlink()
-    reference, lines = comparison["arms"][0], []
+    rows, _ = judge(groups, CompareArgs(runs=(), x=x), 0.0, end)
+    plot = f"{study.name}_{x}.png"
+    draw(groups, rows, CompareArgs(runs=(), x=x), end, PLOTS)
+    (PLOTS / "comparison.svg").unlink()
+    (PLOTS / "comparison.png").rename(PLOTS / plot)
+    finals, areas = ({arm: np.array([value(run) for run in runs]) for arm, runs in groups.items()}
+                     for value in (lambda run: run.at(end), lambda run: run.area(0.0, end)))
+    lines = []
     for row in rows:
-        summaries = [json.loads((run.path / "summary.json").read_text()) for run in groups[row["settings"]]]
-        spent = [f"{np.mean([summary[key] for summary in summaries]):,.0f}" for key in ("episodes", "steps")]
-        gain = "" if row["settings"] == reference else difference(study, row["settings"], reference, x, end)
-        lines.append([row["settings"], f"{chosen_lr(study, row['settings']):g}", str(row["seeds"]), *spent,
-                      *(with_interval(row, key) for key in ("final", "best", "area")), gain])
-    return [f"At {amount(end)} {X_AXES[x][1]}:", "",
-            *table(["arm", "lr", "seeds", "episodes in all", "steps in all", "final", "best", "area / width", f"final minus {reference}"],
-                   lines), "", f"![{study.name} over {X_AXES[x][1]}]({plot.relative_to(ROOT / 'studies')})", ""]
+        arm, beside = row["settings"], "steps" if x == "episodes" else "episodes"
+        spent = [read_run(run.path, beside, "eval/success").x[run.x <= end][-1] for run in groups[arm]]
+        gains = ["", "", ""] if arm == reference else [
+            signed(finals[arm] - finals[reference]), signed(areas[arm] - areas[reference]),
+            number(probability_of_improvement(finals[arm], finals[reference]))]
+        lines.append([arm, f"{chosen_lr(study, arm):g}", amount(np.mean(spent)),
+                      *(with_interval(row, key) for key in ("final", "best", "area")), *gains])
+    return [f"**At {amount(end)} {X_AXES[x][1]}**", "",
+            *table(["arm", "lr", X_AXES[beside][1], "final", "best", "area / width", f"final minus {reference}",
+                    f"area minus {reference}", "chance to end above it"], lines),
+            f"![{study.name}: held-out success over {X_AXES[x][1]}](plots/{plot})", ""]
 
 
-def metrics_table(study, keys: list[str]) -> list[str]:
-    """Means over iterations and seeds of further metrics of metrics.jsonl."""
+def metrics_table(study) -> list[str]:
+    """Further metrics of metrics.jsonl: means over iterations, then over seeds."""
     rows = []
     for arm in study.arms:
-        runs = [[json.loads(line) for line in (study.data / Job(arm, chosen_lr(study, arm), seed).name / "metrics.jsonl").read_text()
-                 .splitlines()] for seed in study.seeds]
-        rows.append([arm])
-        for key in keys:
-            means = [np.mean(values) for values in ([line[key] for line in run if key in line] for run in runs) if values]
-            rows[-1].append(f"{np.mean(means):.3g}" if means else "")
-    return [*table(["arm", *keys], rows), ""]
+        runs = [whole_lines(folder(study, arm, seed) / "metrics.jsonl") for seed in study.seeds]
+        means = [[np.mean(values) for values in ([line[key] for line in run if key in line] for run in runs) if values]
+                 for key in study.table]
+        rows.append([arm, *(f"{np.mean(mean):.3g}" if mean else "" for mean in means)])
+    return ["Means over a run's iterations, and over seeds:", "", *table(["arm", *study.table], rows)]
+
+
+def same_table(study) -> list[str]:
+    """Pairs of arms that should be one: evaluations that are equal to the last digit, and the largest difference."""
+    rows = []
+    for arms in study.same:
+        runs = [[folder(study, arm, seed) for arm in arms] for seed in study.seeds]
+        curves = [[read_run(run, "episodes", "eval/success").y for run in pair] for pair in runs]
+        records = [[whole_lines(run / "metrics.jsonl") for run in pair] for pair in runs]
+        rows.append([" and ".join(arms), f"{sum(np.array_equal(*pair) for pair in curves)} of {len(runs)}",
+                     f"{max(np.abs(a - b).max() for a, b in curves):.3g}", f"{sum(a == b for a, b in records)} of {len(runs)}"])
+    return table(["arms", "seeds whose held-out curves are equal", "largest difference of an evaluation",
+                  "seeds whose every metric is equal"], rows)
+
+
+# ----------------------------------------------------------------------------------------------------------- drift
+
+
+def probes(study) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(ages, log current/behaviour, seeds), each (N,), of the episodes that the runs of `drift_of` probed."""
+    lines = [(seed, line) for seed in study.seeds for line in whole_lines(folder(study, study.drift_of, seed) / "drift.jsonl")]
+    return (np.concatenate([line["age"] for _, line in lines]), np.concatenate([line["log_ratio"] for _, line in lines]),
+            np.concatenate([[seed] * len(line["age"]) for seed, line in lines]))
+
+
+def drift(study) -> list[str]:
+    """KL(behaviour || current) and ESS of whole episodes by age, from uniform probes; the fit; tau against the score."""
+    ages, log_ratios, seeds = probes(study)
+    rows, points = [], []
+    for low, high in zip(AGE_BINS, (*AGE_BINS[1:], np.inf)):
+        inside = (ages >= low) & (ages < high)
+        if not inside.any():
+            continue
+        kl_N = np.array([-log_ratios[inside & (seeds == seed)].mean() for seed in sorted(set(seeds[inside]))])
+        ratio = np.exp(log_ratios[inside])
+        points.append((ages[inside].mean(), kl_N.mean(), *bootstrap_interval(kl_N)))
+        rows.append([f"{low} to {high - 1:g}" if np.isfinite(high) else f"{low} and more", f"{inside.sum():,}",
+                     "{:.1f} | {:.3f} ({:.3f} to {:.3f})".format(*points[-1]),
+                     f"{ratio.mean():.3f}", f"{ratio.sum()**2 / len(ratio) / (ratio**2).sum():.3f}"])
+    estimator = DriftEstimator(window=1)
+    estimator.add(ages, -log_ratios)
+    fit, (centres, means, lows, highs) = estimator.fit(), np.array(points).T
+    power = np.polyfit(np.log(centres), np.log(means), 1)[0]
+    taus = [line["buffer/tau"] for seed in study.seeds
+            for line in whole_lines(folder(study, study.drift_of, seed) / "metrics.jsonl") if "buffer/drift_c" in line]
+    swept = {float(flags.get("tau", "inf")): arm for arm, flags in study.arms.items()
+             if flags["replay"] in ("fresh", "per") and flags.get("tau") != "auto"}
+    areas = {tau: np.array([area(study, Job(arm, chosen_lr(study, arm), seed)) for seed in study.seeds])
+             for tau, arm in sorted(swept.items())}
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    left.errorbar(centres, means, (means - lows, highs - means), fmt="o", capsize=3, label="mean of an age, 95 % over seeds")
+    left.plot(grid := np.linspace(0, max(centres)), fit["k0"] + fit["c"] * grid, label=f"{fit['k0']:.2g} + {fit['c']:.2g} · age")
+    left.set(xlabel="age, optimiser steps", ylabel="KL(behaviour || current), nats an episode", title=study.drift_of)
+    left.legend()
+    middles, bands = zip(*((values.mean(), bootstrap_interval(values)) for values in areas.values()))
+    right.errorbar(range(len(areas)), middles, np.abs(np.array(bands).T - middles), fmt="o-", capsize=3)
+    right.set_xticks(range(len(areas)), ["inf (PER)" if tau == np.inf else f"{tau:g}" for tau in areas])
+    right.set(xlabel="tau, optimiser steps", ylabel="mean height of the held-out curve", title=f"1/c is {1 / fit['c']:.2g} steps")
+    figure.savefig(PLOTS / f"{study.name}_drift.png", dpi=120)
+    plt.close(figure)
+
+    best, *_, worst = sorted(areas, key=lambda tau: -areas[tau].mean())
+    return [f"**Staleness**, by {len(ages):,} episodes that {study.drift_of} probed, drawn uniformly from its last ones:", "",
+            *table(["age, steps", "episodes", "mean age", "KL(behaviour ‖ current), nats an episode", "mean ratio",
+                    "ESS / episodes"], rows),
+            f"Over all of them KL = {fit['k0']:.3g} + {fit['c']:.3g} · age, R² {fit['r2']:.3f} of single episodes, and 1/c = "
+            f"{1 / fit['c']:.3g} steps; the means of the ages grow as age^{power:.2f}. `--tau auto` itself chose "
+            f"{np.min(taus):.3g} to {np.max(taus):.3g} steps, {np.median(taus):.3g} in the median. Of the taus tried, {best:g} "
+            f"has the largest area and {worst:g} the smallest; one minus the other: {signed(areas[best] - areas[worst])}.", "",
+            f"![{study.name}: drift by age, and the area by tau](plots/{study.name}_drift.png)", ""]
+
+
+# ---------------------------------------------------------------------------------------------------------- the text
 
 
 def section(study) -> list[str]:
-    jobs = sweep_jobs(study) * bool(study.sweep) + main_jobs(study)
+    jobs = sweep_jobs(study) + main_jobs(study)
     summaries = [json.loads(path.read_text()) for job in jobs if (path := study.data / job.name / "summary.json").exists()]
     failed = [job.name for job in jobs if (study.data / job.name / "failed.txt").exists()]
-    starts = {round(summary["start_success"], 3) for summary in summaries}
+    starts = sorted({round(summary["start_success"], 3) for summary in summaries})
     text = [f"## {study.name}", "", study.question, "",
             f"`python studies/run.py studies/{study.name}.yaml`: {len(summaries)} runs, "
             f"{sum(summary['minutes'] for summary in summaries):.0f} minutes of one core; {len(study.seeds)} seeds an arm; "
             f"{summaries[0]['heldout_problems']} held-out problems, the same in all; warm start at "
-            f"{', '.join(f'{start:.3f}' for start in sorted(starts))}." +
-            (f" Failed and counted as 0 in the sweep: {', '.join(failed)}." if failed else ""), ""]
-    text += sweep_table(study) if study.sweep else []
-    for comparison in study.comparisons:
-        text += compared(study, comparison, ROOT / "studies" / "plots" / f"{study.name}_{comparison['x']}.png")
-    text += metrics_table(study, study.tables) if study.tables else []
-    return text + ([study.shows, ""] if study.shows else [])
+            f"{', '.join(map(number, starts))}." +
+            (f" Failed: {', '.join(failed)}." if failed else ""), ""]
+    text += [study.shows, ""] if study.shows else []
+    text += sweep_table(study) if study.sweep else [
+        f"Learning rate: {f'{study.lr:g}, fixed' if study.lr else f'the one chosen for {study.lr_of}'}.", ""]
+    text += [line for comparison in study.comparisons for line in compared(study, comparison)]
+    text += metrics_table(study) if study.table else []
+    text += same_table(study) if study.same else []
+    return text + (drift(study) if study.drift_of else [])
 
 
-def main():
-    (ROOT / "studies" / "plots").mkdir(exist_ok=True)
+def written() -> str:
+    """The text of RESULTS.md; draws the plots on the way."""
+    PLOTS.mkdir(exist_ok=True)
     text = ["# What replay and freshness buy on the small tasks", "",
-            "Written by `python studies/report.py` from the runs in studies/data; the sentences come from the study files.", ""]
+            "Written by `python studies/report.py` from the runs in studies/data; the words above the tables come from the study "
+            "files.", ""]
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = read_study(path)
-        if missing(study, sweep_jobs(study)) or missing(study, main_jobs(study)):
-            print(f"{study.name}: not finished, left out")
-            continue
-        text += section(study)
-    (ROOT / "studies" / "RESULTS.md").write_text("\n".join(text))
+        if left_of(study) != ([], []):
+            text += [f"## {study.name}", "", study.question, "", f"Not finished: `python studies/run.py studies/{path.name}`", ""]
+        else:
+            text += section(study)
+    return "\n".join(text)
 
 
 if __name__ == "__main__":
-    main()
+    (ROOT / "studies" / "RESULTS.md").write_text(written())

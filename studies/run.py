@@ -4,10 +4,10 @@
     python studies/run.py studies/*.yaml --jobs 8 --dry-run    # only says what is left to do
     python studies/report.py                                   # then: studies/RESULTS.md and its plots
 
-A study is a YAML file: `config` and `flags` of all its runs, `arms` (flags of each), `seeds`, and `sweep`: the learning rates that
-every arm is tried at, on seeds of their own. An arm runs at the learning rate with the largest mean area under its held-out
-curve in the sweep; instead of a sweep, `lr_of: STUDY/ARM` takes over another one's choice. What is kept of a run, its evidence,
-lies in studies/data/STUDY/ARM_lrLR_seedN.
+A study is a YAML file: `config` and `flags` of all its runs, `arms` (flags of each), `seeds`, and `sweep`: the learning rates
+that every arm is tried at, on seeds of their own. An arm runs at the learning rate with the largest mean area under its
+held-out curve in the sweep; instead of a sweep, `lr_of: STUDY/ARM` takes over another one's choice, and `lr` fixes it. What is
+kept of a run, its evidence, lies in studies/data/STUDY/ARM_lrLR_seedN.
 """
 import json
 import os
@@ -46,6 +46,7 @@ class Study:
     flags: dict = field(default_factory=dict)
     sweep: dict = field(default_factory=dict)
     lr_of: str = ""
+    lr: float | None = None
     comparisons: list[dict] = field(default_factory=list)  # {x: episodes or steps, arms: [reference, ...]}
     table: list[str] = field(default_factory=list)  # further metrics
     same: list[list[str]] = field(default_factory=list)  # pairs of arms that should be one
@@ -74,8 +75,8 @@ def read_study(path: Path) -> Study:
     if unknown:
         fail(f"{path}: unknown key {', '.join(sorted(unknown))}; allowed are {', '.join(Study.__dataclass_fields__)}")
     study = Study(name=Path(path).stem, **text)
-    if bool(study.sweep) == bool(study.lr_of):
-        fail(f"{path}: give either a sweep of learning rates or lr_of")
+    if bool(study.sweep) + bool(study.lr_of) + bool(study.lr) != 1:
+        fail(f"{path}: give a sweep of learning rates, lr_of or lr, one of them")
     if set(study.sweep.get("seeds", [])) & set(study.seeds):
         fail(f"{path}: sweep and study share seeds; the learning rate has to be chosen on others")
     named = [*sum(study.same, []), *([study.drift_of] if study.drift_of else []),
@@ -114,10 +115,11 @@ def run_job(study: Study, job: Job, scratch: Path):
         config = yaml.safe_load((run / "config.yaml").read_text())
         (half / "config.yaml").write_text(yaml.safe_dump({key: value for key, value in config.items() if key != "runs_dir"}))
         swept = job.seed not in study.seeds
-        lines = [{key: rounded(value) for key, value in line.items()
-                  if re.fullmatch(CURVE if swept else KEPT, key) and value is not None}
-                 for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
-        (half / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines if not swept or "eval/success" in line))
+        with open(half / "metrics.jsonl", "w") as kept:
+            for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+                if not swept or line["eval/success"] is not None:
+                    kept.write(json.dumps({key: rounded(value) for key, value in line.items() if value is not None and
+                                           re.fullmatch(CURVE if swept else KEPT, key)}) + "\n")
         shutil.copy(run / "summary.json", half)
         if job.arm == study.drift_of and not swept:
             shutil.copy(run / "drift.jsonl", half)
@@ -142,11 +144,19 @@ def sweep_jobs(study: Study) -> list[Job]:
     return [Job(arm, lr, seed) for seed in study.sweep.get("seeds", []) for arm in study.arms for lr in study.sweep["lr"]]
 
 
+def chooser(study: Study, arm: str) -> tuple[Study, str]:
+    """The study and its arm whose sweep chooses the learning rate."""
+    if not study.lr_of:
+        return study, arm
+    other, arm = study.lr_of.split("/")
+    return read_study(ROOT / "studies" / f"{other}.yaml"), arm
+
+
 def chosen_lr(study: Study, arm: str) -> float:
-    """The sweep's learning rate with the largest mean area."""
-    if study.lr_of:
-        other, arm = study.lr_of.split("/")
-        study = read_study(ROOT / "studies" / f"{other}.yaml")
+    """The sweep's learning rate with the largest mean area, or the one that the study fixes."""
+    study, arm = chooser(study, arm)
+    if study.lr:
+        return study.lr
     return max(study.sweep["lr"], key=lambda lr: np.mean([area(study, Job(arm, lr, seed)) for seed in study.sweep["seeds"]]))
 
 
@@ -161,8 +171,16 @@ def missing(study: Study, jobs: list[Job]) -> list[Job]:
         played = yaml.safe_load(path.read_text()) if path.exists() else {}
         for key, value in (study.flags | study.arms[job.arm]).items():
             if played and not isinstance(value, dict) and played[key] != value:
-                fail(f"{path}: {key} was {played[key]!r}, and {study.name}.yaml says {value!r}; remove the folder, or undo the change")
+                fail(f"{path}: {key} was {played[key]!r}, and {study.name}.yaml says {value!r}: remove that folder, or undo the "
+                     "change")
     return [job for job in jobs if not (study.data / job.name).exists()]
+
+
+def left_of(study: Study) -> tuple[list[Job], list[Job] | None]:
+    """The runs of the sweep and of the study that are left; None while the sweep that chooses learning rates is not done."""
+    chooses, _ = chooser(study, "")
+    waits = missing(chooses, sweep_jobs(chooses))
+    return missing(study, sweep_jobs(study)), None if waits else missing(study, main_jobs(study))
 
 
 @dataclass
@@ -178,21 +196,26 @@ class RunArgs:
     """Only say what is left to do."""
 
 
+def play(study: Study, jobs: list[Job], args: RunArgs):
+    for job in jobs[:1]:  # alone: it makes the warm start that all share
+        run_job(study, job, args.scratch)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda job: run_job(study, job, args.scratch), jobs[1:]))
+
+
 def main(argv: list[str]):
     args = tyro.cli(RunArgs, args=argv, prog="studies/run.py", description=__doc__, config=(tyro.conf.FlagConversionOff,))
     for study in map(read_study, args.studies):
-        for jobs_of in (sweep_jobs, main_jobs):
-            if args.dry_run and jobs_of is main_jobs and missing(study, sweep_jobs(study)):
-                print(f"{study.name}: then {len(study.arms) * len(study.seeds)} runs")
-                break
-            left = missing(study, jobs_of(study))
-            if args.dry_run:
-                print(f"{study.name}: {len(left)} runs of {jobs_of.__name__.split('_')[0]} left")
-                continue
-            for job in left[:1]:  # alone: it makes the warm start that all share
-                run_job(study, job, args.scratch)
-            with ThreadPoolExecutor(args.jobs) as pool:
-                list(pool.map(lambda job: run_job(study, job, args.scratch), left[1:]))
+        swept, jobs = left_of(study)
+        if args.dry_run:
+            print(f"{study.name}: {len(swept)} runs of the sweep are left, and " +
+                  (f"{len(study.arms) * len(study.seeds)} after it" if jobs is None else str(len(jobs))))
+            continue
+        play(study, swept, args)
+        jobs = left_of(study)[1]
+        if jobs is None:
+            fail(f"{study.name} waits for the sweep of {study.lr_of or 'its own'}, which is not finished")
+        play(study, jobs, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import envs
 import losses
 import train as train_module
-from buffer import ReplayBuffer
+from buffer import DriftEstimator, ReplayBuffer, sequence_kl
 from envs import FrozenLake
 from models import Chat, load_policy
 from rollout import HFEngine, collect
@@ -291,6 +291,12 @@ def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
     c = whole[-1]["buffer/drift_c"]
     assert whole[-1]["buffer/tau"] == pytest.approx(min(max(1 / c, 1.0), 1e5) if c > 0 else 1e5)
     assert (tmp_path / "whole" / "drift.png").stat().st_size > 5000
+    probes, again = ((tmp_path / name / "drift.jsonl").read_text() for name in ("whole", "parts"))
+    assert probes == again
+    estimator = DriftEstimator()
+    for probe in map(json.loads, probes.splitlines()):
+        estimator.add(probe["age"], sequence_kl(probe["log_ratio"]))
+    assert estimator.fit()["c"] == pytest.approx(c, rel=0.01)  # the log-ratios are rounded
 
 
 def test_ppo_with_td_error_priorities_and_lora_resumes_exactly(tmp_path, quick_flags):
