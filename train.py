@@ -126,7 +126,8 @@ def main(args: Args) -> dict:
         base = checkpoint / "base" if checkpoint and (checkpoint / "base").is_dir() else None
         if base and args.async_rollouts:  # the checkpoint is removed one day, and a sampler started again
             base = shutil.copytree(base, run / ".start_policy", dirs_exist_ok=True)
-        folder = base or policy_folder(args, make_env())
+        # made by the first process: in the others transformers writes no weights
+        folder = base or ranks.common(policy_folder(args, make_env()) if ranks.first() else None)
         policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
     except (MissingData, ValueError) as error:  # too few problems, data or a model that is not there
         fail(str(error))

@@ -293,6 +293,13 @@ def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
     assert "--problems-per-iteration 1 is less than the 2 processes" in done.stderr and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_an_empty_cache_is_filled_by_the_first_process(tmp_path, quick_flags):
+    """In the others transformers writes no weights."""
+    torchrun(*quick_flags, "--cache-dir", tmp_path / "cache", "--warm-start-updates", 1, "--eval-problems", 2, "--iterations", 1,
+             "--runs-dir", tmp_path)
+
+
 # --------------------------------------------------------------------------------------------------- equal to one
 
 
