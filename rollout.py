@@ -498,8 +498,8 @@ def engine_kind(args) -> tuple[str, str]:
         return args.engine, "as --engine asks"
     if not torch.cuda.is_available():
         return "hf", "there is no GPU; for small models it is faster than vLLM there, and it starts at once"
-    if ranks.world() > 1:
-        return "hf", "of several processes; --engine http://HOST:PORT, a `vllm serve`, samples faster"
+    if ranks.sharded():
+        return "hf", "the weights are split over the processes; it samples from a whole copy"
     if importlib.util.find_spec("vllm") is None:
         return "hf", "there is a GPU, but vllm is not installed: requirements-gpu.txt"
     return "vllm", "there is a GPU"

@@ -127,14 +127,12 @@ class VLLMEngine:
 
     `policy` is the trainer's module, `folder` the Hugging Face folder it started from; the first `sync` happens here.
     `lora`, for a peft policy: "merge" sends merged weights, "adapter" puts the adapter beside the folder's weights.
-    `chat` is needed for images only.
+    `chat` is needed for images only. Of several processes, with whole policies, each has its own on its own GPU.
     Nothing here has run on a GPU yet: `gpu_memory` (its share), CUDA graphs and `release` are untested.
     """
 
     def __init__(self, policy, folder, stop_ids: list[int], *, dtype="float32", lora: str = "merge",
                  max_model_len: int, gpu_memory: float = 0.4, seed: int = 0, trust_remote_code: bool = False, chat=None):
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise ValueError("VLLMEngine needs a single training process; with several, sample through VLLMServer")
         if lora == "adapter" and not hasattr(policy, "peft_config"):
             raise ValueError("lora='adapter' needs a policy with LoRA adapters (--lora-rank)")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -159,6 +157,8 @@ class VLLMEngine:
         # A prompt read in chunks draws a token for each and throws it away, from the request's own generator: an error
         # on CPUs, and elsewhere a draw that depends on the neighbours. So prompts are read whole.
         options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, max_model_len)}
+        if ranks.world() > 1:  # each process has its own engine on its own GPU: a group of one among the trainer's processes
+            options["distributed_executor_backend"] = "external_launcher"
         if lora == "adapter":
             rank = max(config.r for config in policy.peft_config.values())
             options |= {"enable_lora": True, "max_loras": 1,

@@ -18,6 +18,7 @@ import requests
 import torch
 from conftest import ROOT, train
 from peft import LoraConfig, get_peft_model
+from test_ranks import torchrun
 
 import vllm_engine
 from models import Chat, load_policy, token_logprobs
@@ -486,6 +487,16 @@ def test_a_lora_training_run(tmp_path, quick_flags):
           "--runs-dir", tmp_path, "--name", "lora", *quick_flags)
     lines = metrics_of(tmp_path / "lora")
     assert len(lines) == 3
+    check_first_ratios(lines)
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_samples_with_its_own_engine(tmp_path, quick_flags):
+    """Ratios and differences are of the rows of both; each plays half of the problems."""
+    done = torchrun("--engine", "vllm", "--iterations", 2, "--runs-dir", tmp_path, "--name", "two", *quick_flags)
+    assert "processes: 2" in done.stdout and "Exception ignored" not in done.stderr
+    lines = metrics_of(tmp_path / "two")
+    assert len(lines) == 2 and all(line["fresh/episodes"] == 24 for line in lines)
     check_first_ratios(lines)
 
 
