@@ -1,13 +1,19 @@
 """The README's own example of a task, and the flags and files that it names."""
 import re
+import shlex
+from dataclasses import fields
 
+import pytest
+from accelerate.commands.launch import launch_command_parser
 from conftest import ROOT
+from torch.distributed.run import get_args_parser
 
 from envs import make_env_factory
-from dataclasses import fields
-from settings import Args
+from settings import Args, parse_args
 
 README = (ROOT / "README.md").read_text()
+SCALING = (ROOT / "docs" / "scaling.md").read_text()
+COMMANDS = [line.strip() for line in SCALING.replace("\\\n", "").splitlines() if line.startswith("    ") and " train.py " in line]
 
 
 def test_the_example_task_plays(tmp_path):
@@ -34,3 +40,31 @@ def test_every_flag_and_file_that_the_readme_names_is_there():
     assert not {flag for flag in named if flag.replace("-", "_") not in flags}
     files = set(re.findall(r"(?:configs|studies|tests)/[\w./]+\.(?:yaml|py|png)", README)) | set(re.findall(r"`(\w+\.py)`", README))
     assert files and not {file for file in files if not (ROOT / file).exists()}
+
+
+@pytest.mark.parametrize("kind", ["python", "torchrun", "ddp", "fsdp2", "--async-rollouts", "http://", "--machine_rank"])
+def test_scaling_has_commands_of_each_kind(kind):
+    assert any(kind in line for line in COMMANDS)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_of_scaling_is_accepted(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(line, comments=True)
+    start = words.index("train.py")
+    args = parse_args(words[start + 1:])
+    launched = None
+    if words[0] == "torchrun":
+        launched = get_args_parser().parse_args(words[1:])
+    elif words[0] == "accelerate":
+        launched = launch_command_parser().parse_args(words[2:])
+        assert (ROOT / launched.config_file).is_file()
+        assert args.engine == "hf" or "ddp" in launched.config_file  # what train.py refuses when it starts
+    assert not (launched and args.async_rollouts)
+
+
+def test_every_flag_that_scaling_names_is_there():
+    text = "\n".join(part for part in re.sub(r"\\\n", "", SCALING).splitlines() if not part.startswith("    "))
+    flags = {field.name for field in fields(Args)} | {"from", "machine_rank", "enable_lora", "max_lora_rank"}  # and of launchers
+    named = set(re.findall(r"--([a-z][a-z_-]+)", text))
+    assert named and not {flag for flag in named if flag.replace("-", "_") not in flags}
