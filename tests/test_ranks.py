@@ -1,4 +1,5 @@
 """Many processes: two of them on the CPU (gloo), through the real command line, against one."""
+import importlib.util
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import losses
 import ranks
 from buffer import Episode, ReplayBuffer, use_stats
 from models import layers_of, load_policy
+from rollout import engine_kind
 from settings import Args
 from train import make_learner
 from update import gradients, update
@@ -278,6 +280,15 @@ def test_zero3_becomes_settings_of_fsdp2(monkeypatch, place):
     ranks.zero3_by_fsdp2()
     wanted = {"ACCELERATE_USE_DEEPSPEED": False, "ACCELERATE_USE_FSDP": True, "FSDP_OFFLOAD_PARAMS": place == "cpu"}
     assert {name: ranks.option(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("processes, split, kind", [(1, "false", "vllm"), (2, "false", "vllm"), (2, "true", "hf")])
+def test_auto_takes_vllm_on_gpus_unless_weights_are_split(monkeypatch, processes, split, kind):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(ranks, "world", lambda: processes)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", split)
+    assert engine_kind(Args())[0] == kind
 
 
 @pytest.mark.slow
