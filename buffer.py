@@ -976,6 +976,16 @@ def sequence_kl(log_ratios: np.ndarray) -> np.ndarray:
     return np.expm1(log_ratios) - log_ratios if mild else -log_ratios
 
 
+def token_kl(log_ratios_BT: np.ndarray, largest: float = 3.0) -> np.ndarray:
+    """(B,) estimates of the same KL from the log-ratios of single tokens (0 where none was sampled): the sum of their k3.
+
+    By the chain rule its mean is the KL of whole episodes, and no term is negative, so it scatters less than what is had from the
+    episode's ratio alone. Log-ratios are cut at `largest`: a token 20 times as likely as it was is rare and would outweigh all.
+    """
+    log_ratios_BT = np.minimum(np.asarray(log_ratios_BT, np.float64), largest)
+    return (np.expm1(log_ratios_BT) - log_ratios_BT).sum(1)
+
+
 class DriftEstimator:
     """tau = 1/c from the drift KL(behaviour || current) = k0 + c · age (the argument of FreshPER for its tau).
 
@@ -990,7 +1000,7 @@ class DriftEstimator:
         self.batches: deque[tuple[np.ndarray, np.ndarray]] = deque(maxlen=window)
 
     def add(self, ages: Any, kl: Any) -> None:
-        """One probe batch: ages (B,) and one KL estimate an episode (B,), see `sequence_kl`."""
+        """One probe batch: ages (B,) and one KL estimate an episode (B,), see `token_kl` and `sequence_kl`."""
         ages, kl = np.array(ages, np.float64), np.array(kl, np.float64)
         require(ages.shape == kl.shape == (ages.size,), f"ages {ages.shape} and kl {kl.shape} must have one shape (B,)")
         require(bool(np.isfinite(kl).all() and np.isfinite(ages).all()), "ages and kl must be finite")

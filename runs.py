@@ -273,11 +273,11 @@ def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, 
             "buffer": {name: held[name] for name in ("age", "count", "priority", "mass")}, "drawn": drawn}
 
 
-def drift_record(iteration: int, step: int, ages, log_ratios) -> dict:
-    """A line of drift.jsonl: the age of each probed episode, and its log current/behaviour. A uniform draw, so that KL and ESS
-    of an age can be had from it."""
+def drift_record(iteration: int, step: int, ages, log_ratios, kl) -> dict:
+    """A line of drift.jsonl: the age of each probed episode, its log current/behaviour, and the estimate of KL(behaviour ||
+    current) from its tokens. A uniform draw, so that KL and ESS of an age can be had from it."""
     return {"iteration": iteration, "step": step, "age": [int(age) for age in ages],
-            "log_ratio": [round(float(log_ratio), 5) for log_ratio in log_ratios]}
+            "log_ratio": [round(float(log_ratio), 5) for log_ratio in log_ratios], "kl": [round(float(value), 5) for value in kl]}
 
 
 def sparkline(values: list[float], width: int = 24) -> str:

@@ -33,7 +33,7 @@ from peft import LoraConfig, get_peft_model
 
 import durable
 import ranks
-from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl
+from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl, token_kl
 from durable import fail
 from envs import MissingData, make_env_factory
 from eval import evaluate, fingerprint, plot_drift, plot_learning_curves, task_averages
@@ -45,7 +45,7 @@ from runs import Clock, Interrupt, NoLog, RunLog, drift_record, episode_record, 
 from samplers import Direct, Job, Samplers
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
 from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
-                    objective_of, score, sequence_log_ratios, shuffle_rewards, td_errors, update)
+                    objective_of, score, shuffle_rewards, td_errors, token_log_ratios, update)
 from watch import Watch
 
 
@@ -318,9 +318,10 @@ def main(args: Args) -> dict:
             if drift is not None:
                 if ranks.agreed(memories["recent"].ready(ranks.share_size(args.probe_episodes), now())):
                     probe = memories["recent"].sample(ranks.share_size(args.probe_episodes), now())
-                    ages, log_ratios = map(ranks.joined, (probe.ages, sequence_log_ratios(learner, probe.episodes)))
-                    drift.add(ages, sequence_kl(log_ratios))
-                    log.append("drift.jsonl", drift_record(iteration, state["step"], ages, log_ratios))
+                    log_ratios_BT = token_log_ratios(learner, probe.episodes)
+                    ages, log_ratios, kl = map(ranks.joined, (probe.ages, log_ratios_BT.sum(1), token_kl(log_ratios_BT)))
+                    drift.add(ages, kl if args.drift_kl == "token" else sequence_kl(log_ratios))
+                    log.append("drift.jsonl", drift_record(iteration, state["step"], ages, log_ratios, kl))
                 fit = drift.fit()
                 if fit:
                     buffer.set_tau(drift.tau())

@@ -135,12 +135,12 @@ def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Te
                                                                     pixels=pixels)[0], episodes, learner, kind)
 
 
-def sequence_log_ratios(learner: Learner, episodes) -> np.ndarray:
-    """(B,) log current/behaviour of whole episodes, float64."""
+def token_log_ratios(learner: Learner, episodes) -> np.ndarray:
+    """(B, T) log current/behaviour of the sampled tokens, 0 elsewhere, float64."""
     behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
     now_BT = score(learner.policy, episodes, learner, "probe")
     require_finite("log-probs of the policy", now_BT, episodes, learner.policy)
-    return (now_BT.double() - behavior_BT.double()).sum(1).numpy()
+    return (now_BT.double() - behavior_BT.double()).numpy()
 
 
 def reference_score(learner: Learner, episodes) -> torch.Tensor:

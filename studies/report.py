@@ -104,59 +104,72 @@ def same_table(study) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- drift
 
 
-def probes(study) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ages, log current/behaviour, seeds), each (N,), of the episodes that the runs of `drift_of` probed."""
-    lines = [(seed, line) for seed in study.seeds for line in whole_lines(folder(study, study.drift_of, seed) / "drift.jsonl")]
-    return (np.concatenate([line["age"] for _, line in lines]), np.concatenate([line["log_ratio"] for _, line in lines]),
-            np.concatenate([[seed] * len(line["age"]) for seed, line in lines]))
+def probes(study, arm: str) -> dict[str, np.ndarray]:
+    """{age, log_ratio (current/behaviour), kl (from its tokens), seed} of every episode that the arm's runs probed, each (N,)."""
+    lines = [line | {"seed": [seed] * len(line["age"])} for seed in study.seeds
+             for line in whole_lines(folder(study, arm, seed) / "drift.jsonl")]
+    return {key: np.concatenate([line[key] for line in lines]) for key in ("age", "log_ratio", "kl", "seed") if key in lines[0]}
 
 
-def drift(study) -> list[str]:
-    """KL(behaviour || current) and ESS of whole episodes by age, from uniform probes; the fit; tau against the score."""
-    ages, log_ratios, seeds = probes(study)
+def drift_of(study, arm: str, axes) -> list[str]:
+    """KL(behaviour || current) and ESS of whole episodes by age, and its fit; drawn on axes."""
+    found = probes(study, arm)
+    ages, seeds, ratio = found["age"], found["seed"], np.exp(found["log_ratio"])
+    kls = {"from ratios": -found["log_ratio"]} | ({"from tokens": found["kl"]} if "kl" in found else {})
     rows, points = [], []
     for low, high in zip(AGE_BINS, (*AGE_BINS[1:], np.inf)):
         inside = (ages >= low) & (ages < high)
         if not inside.any():
             continue
-        kl_N = np.array([-log_ratios[inside & (seeds == seed)].mean() for seed in sorted(set(seeds[inside]))])
-        ratio = np.exp(log_ratios[inside])
-        points.append((ages[inside].mean(), kl_N.mean(), *bootstrap_interval(kl_N)))
         rows.append([f"{low} to {high - 1:g}" if np.isfinite(high) else f"{low} and more", f"{inside.sum():,}",
-                     "{:.1f} | {:.3f} ({:.3f} to {:.3f})".format(*points[-1]),
-                     f"{ratio.mean():.3f}", f"{ratio.sum()**2 / len(ratio) / (ratio**2).sum():.3f}"])
-    estimator = DriftEstimator(window=1)
-    estimator.add(ages, -log_ratios)
-    fit, (centres, means, lows, highs) = estimator.fit(), np.array(points).T
-    power = np.polyfit(np.log(centres), np.log(means), 1)[0]
-    taus = [line["buffer/tau"] for seed in study.seeds
-            for line in whole_lines(folder(study, study.drift_of, seed) / "metrics.jsonl") if "buffer/drift_c" in line]
+                     f"{ages[inside].mean():.1f}"])
+        for kl in kls.values():
+            of_seeds = np.array([kl[inside & (seeds == seed)].mean() for seed in sorted(set(seeds[inside]))])
+            point = (ages[inside].mean(), of_seeds.mean(), *bootstrap_interval(of_seeds))
+            rows[-1].append("{:.3f} ({:.3f} to {:.3f})".format(*point[1:]))
+        points.append((*point, inside.sum()))
+        rows[-1] += [f"{ratio[inside].mean():.3f}", f"{ratio[inside].sum()**2 / inside.sum() / (ratio[inside]**2).sum():.3f}"]
+    (centres, means, lows, highs, counts), words = np.array(points).T, []
+    for name, kl in kls.items():
+        estimator = DriftEstimator(window=1)
+        estimator.add(ages, kl)
+        fit = estimator.fit()
+        words.append(f"{name} KL = {fit['k0']:.3g} + {fit['c']:.3g} · age, R² {fit['r2']:.3f} of single episodes, 1/c = "
+                     f"{1 / fit['c']:.3g} steps")
+    power = np.polyfit(np.log(centres), np.log(means), 1, w=np.sqrt(counts))[0]
+    taus = [line["buffer/tau"] for seed in study.seeds for line in whole_lines(folder(study, arm, seed) / "metrics.jsonl")
+            if "buffer/drift_c" in line]
+    points = axes.errorbar(centres, means, (means - lows, highs - means), fmt="o", capsize=3, label=arm)
+    axes.plot(grid := np.linspace(0, max(centres)), fit["k0"] + fit["c"] * grid, color=points[0].get_color())
+    return [f"**Staleness**, by {len(ages):,} episodes that {arm} probed, drawn uniformly from its last ones:", "",
+            *table(["age, steps", "episodes", "mean age", *(f"KL(behaviour ‖ current) {name}, nats an episode" for name in kls),
+                    "mean ratio", "ESS / episodes"], rows),
+            f"Fitted over all of them: {'; '.join(words)}. The means of the ages grow about as age^{power:.2f}. `--tau auto` "
+            f"itself chose {np.min(taus):.3g} to {np.max(taus):.3g} steps, half of the time {np.percentile(taus, 25):.3g} to "
+            f"{np.percentile(taus, 75):.3g}.", ""]
+
+
+def drift(study) -> list[str]:
+    """The drift of each arm of `drift_of`, and the area under the curves by tau."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    text = [line for arm in study.drift_of for line in drift_of(study, arm, left)]
     swept = {float(flags.get("tau", "inf")): arm for arm, flags in study.arms.items()
-             if flags["replay"] in ("fresh", "per") and flags.get("tau") != "auto"}
+             if flags.get("replay", "fresh") in ("fresh", "per") and flags.get("tau") != "auto"}
     areas = {tau: np.array([area(study, Job(arm, chosen_lr(study, arm), seed)) for seed in study.seeds])
              for tau, arm in sorted(swept.items())}
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    left.errorbar(centres, means, (means - lows, highs - means), fmt="o", capsize=3, label="mean of an age, 95 % over seeds")
-    left.plot(grid := np.linspace(0, max(centres)), fit["k0"] + fit["c"] * grid, label=f"{fit['k0']:.2g} + {fit['c']:.2g} · age")
-    left.set(xlabel="age, optimiser steps", ylabel="KL(behaviour || current), nats an episode", title=study.drift_of)
+    left.set(xlabel="age, optimiser steps", ylabel="KL(behaviour || current), nats an episode")
     left.legend()
     middles, bands = zip(*((values.mean(), bootstrap_interval(values)) for values in areas.values()))
     right.errorbar(range(len(areas)), middles, np.abs(np.array(bands).T - middles), fmt="o-", capsize=3)
     right.set_xticks(range(len(areas)), ["inf (PER)" if tau == np.inf else f"{tau:g}" for tau in areas])
-    right.set(xlabel="tau, optimiser steps", ylabel="mean height of the held-out curve", title=f"1/c is {1 / fit['c']:.2g} steps")
+    right.set(xlabel="tau, optimiser steps", ylabel="mean height of the held-out curve")
     figure.savefig(PLOTS / f"{study.name}_drift.png", dpi=120)
     plt.close(figure)
-
-    best, *_, worst = sorted(areas, key=lambda tau: -areas[tau].mean())
-    return [f"**Staleness**, by {len(ages):,} episodes that {study.drift_of} probed, drawn uniformly from its last ones:", "",
-            *table(["age, steps", "episodes", "mean age", "KL(behaviour ‖ current), nats an episode", "mean ratio",
-                    "ESS / episodes"], rows),
-            f"Over all of them KL = {fit['k0']:.3g} + {fit['c']:.3g} · age, R² {fit['r2']:.3f} of single episodes, and 1/c = "
-            f"{1 / fit['c']:.3g} steps; the means of the ages grow as age^{power:.2f}. `--tau auto` itself chose "
-            f"{np.min(taus):.3g} to {np.max(taus):.3g} steps, {np.median(taus):.3g} in the median. Of the taus tried, {best:g} "
-            f"has the largest area and {worst:g} the smallest; one minus the other: {signed(areas[best] - areas[worst])}.", "",
-            f"![{study.name}: drift by age, and the area by tau](plots/{study.name}_drift.png)", ""]
+    if len(areas) > 1:
+        best, *_, worst = sorted(areas, key=lambda tau: -areas[tau].mean())
+        text += [f"Of the taus tried, {best:g} has the largest area and {worst:g} the smallest; one minus the other: "
+                 f"{signed(areas[best] - areas[worst])}.", ""]
+    return text + [f"![{study.name}: drift by age, and the area by tau](plots/{study.name}_drift.png)", ""]
 
 
 # ---------------------------------------------------------------------------------------------------------- the text

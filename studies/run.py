@@ -50,7 +50,7 @@ class Study:
     comparisons: list[dict] = field(default_factory=list)  # {x: episodes or steps, arms: [reference, ...]}
     table: list[str] = field(default_factory=list)  # further metrics
     same: list[list[str]] = field(default_factory=list)  # pairs of arms that should be one
-    drift_of: str = ""  # an arm with --tau auto, whose probes are looked at
+    drift_of: list[str] = field(default_factory=list)  # arms with --tau auto, whose probes are looked at
     shows: str = ""
 
     @property
@@ -79,8 +79,7 @@ def read_study(path: Path) -> Study:
         fail(f"{path}: give a sweep of learning rates, lr_of or lr, one of them")
     if set(study.sweep.get("seeds", [])) & set(study.seeds):
         fail(f"{path}: sweep and study share seeds; the learning rate has to be chosen on others")
-    named = [*sum(study.same, []), *([study.drift_of] if study.drift_of else []),
-             *(arm for comparison in study.comparisons for arm in comparison["arms"])]
+    named = [*sum(study.same, []), *study.drift_of, *(arm for comparison in study.comparisons for arm in comparison["arms"])]
     for arm in named:
         if arm not in study.arms:
             fail(f"{path}: no arm is called {arm}; there are {', '.join(study.arms)}")
@@ -121,7 +120,7 @@ def run_job(study: Study, job: Job, scratch: Path):
                     kept.write(json.dumps({key: rounded(value) for key, value in line.items() if value is not None and
                                            re.fullmatch(CURVE if swept else KEPT, key)}) + "\n")
         shutil.copy(run / "summary.json", half)
-        if job.arm == study.drift_of and not swept:
+        if job.arm in study.drift_of and not swept:
             shutil.copy(run / "drift.jsonl", half)
     elif done.returncode < 0:  # killed, and may be played again
         return print(f"{study.name}: {job.name} was killed by signal {-done.returncode}", flush=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import buffer as buffer_module
-from buffer import DriftEstimator, Episode, ReplayBuffer, SumTree, pack_episodes, sequence_kl, unpack_episodes
+from buffer import DriftEstimator, Episode, ReplayBuffer, SumTree, pack_episodes, sequence_kl, token_kl, unpack_episodes
 
 
 def make(step=0, length=5, score=1.0, group=0, advantage=0.5, success=None, **fields):
@@ -1139,6 +1139,27 @@ def test_drift_window_forgets_and_state_survives():
     empty = DriftEstimator()
     empty.load_state_dict(DriftEstimator().state_dict())
     assert empty.tau() is None
+
+
+def test_token_kl_has_the_mean_of_sequence_kl_and_scatters_less():
+    """Two tokens out of three words each, the second's chances depending on the first: all nine episodes, each with its chance."""
+    rng = np.random.default_rng(3)
+    behaviour, current = ([rng.dirichlet(np.full(3, 4.0), size=shape) for shape in ((), 3)] for _ in range(2))
+    chance, log_ratios = [], []
+    for first in range(3):
+        for second in range(3):
+            chance.append(behaviour[0][first] * behaviour[1][first, second])
+            log_ratios.append([np.log(current[0][first] / behaviour[0][first]),
+                               np.log(current[1][first, second] / behaviour[1][first, second])])
+    chance, log_ratios = np.array(chance), np.array(log_ratios)
+    assert np.abs(log_ratios).max() < 3  # nothing is cut
+    exact = -chance @ log_ratios.sum(1)  # KL(behaviour || current) by its definition
+    padded = np.concatenate([log_ratios, np.zeros((9, 4))], axis=1)
+    assert chance @ token_kl(padded) == pytest.approx(exact)
+    spread = {name: chance @ (values - exact)**2 for name, values in (
+        ("token", token_kl(padded)), ("k1", -log_ratios.sum(1)), ("sequence", sequence_kl(log_ratios.sum(1))))}
+    assert spread["token"] < 0.5 * spread["k1"] and spread["token"] < spread["sequence"]
+    assert token_kl([[9.0, 0.0]]).tolist() == [pytest.approx(np.exp(3) - 1 - 3)]  # cut
 
 
 def test_sequence_kl_has_the_right_mean():

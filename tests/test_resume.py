@@ -526,13 +526,13 @@ def test_what_is_not_finite_outside_an_update_ends_the_run_with_its_name(tmp_pat
         monkeypatch.setattr(train_module, "make_learner", make_learner)
     elif place == "probe":
         more, words = ["--tau", "auto", "--probe-episodes", 4, "--replay-updates", 0], ["log-probs of the policy", "weights of the policy: lm_head"]
-        real = train_module.sequence_log_ratios
+        real = train_module.token_log_ratios
 
-        def sequence_log_ratios(learner, episodes):
+        def token_log_ratios(learner, episodes):
             learner.policy.lm_head.weight.data[3] = math.nan
             return real(learner, episodes)
 
-        monkeypatch.setattr(train_module, "sequence_log_ratios", sequence_log_ratios)
+        monkeypatch.setattr(train_module, "token_log_ratios", token_log_ratios)
     else:
         words = ["not finite in sampling", "it starts in: weights of the policy: lm_head.weight"]
         real = train_module.update

@@ -122,7 +122,7 @@ def test_arms_that_should_be_one_are_compared_to_the_last_digit(tmp_path, monkey
 
 def test_drift_is_the_mean_log_ratio_of_an_age_and_its_fit(tmp_path, monkeypatch):
     arms = {"auto": {"replay": "fresh", "tau": "auto"}, "short": {"replay": "fresh", "tau": 3}, "per": {"replay": "per"}}
-    study = study_of(tmp_path, monkeypatch, arms=arms, sweep={"lr": [0.1], "seeds": [100]}, drift_of="auto")
+    study = study_of(tmp_path, monkeypatch, arms=arms, sweep={"lr": [0.1], "seeds": [100]}, drift_of=["auto"])
     monkeypatch.setattr(report, "PLOTS", tmp_path)
     rng = np.random.default_rng(0)
     for arm in arms:
@@ -134,20 +134,21 @@ def test_drift_is_the_mean_log_ratio_of_an_age_and_its_fit(tmp_path, monkeypatch
                 ages = rng.integers(1, 60, size=4000)
                 kl = 0.02 * ages  # a Gaussian log-ratio of mean -kl and variance 2 kl has mean ratio 1 and KL kl
                 log_ratio = rng.normal(-kl, np.sqrt(2 * kl))
-                (folder / "drift.jsonl").write_text(json.dumps(
-                    {"iteration": 1, "step": 60, "age": ages.tolist(), "log_ratio": log_ratio.tolist()}) + "\n")
+                probes = {"age": ages.tolist(), "log_ratio": log_ratio.tolist(), "kl": kl.tolist()}
+                (folder / "drift.jsonl").write_text(json.dumps({"iteration": 1, "step": 60} | probes) + "\n")
                 metrics = folder / "metrics.jsonl"
                 metrics.write_text("".join(json.dumps(json.loads(line) | {"buffer/tau": 40.0, "buffer/drift_c": 0.025}) + "\n"
                                            for line in metrics.read_text().splitlines()))
     text = "\n".join(report.drift(study))
-    slope = float(text.split("· age, R²")[0].split("+")[-1])
+    slope, exact = (float(part.split("·")[0]) for part in text.split("Fitted")[1].split("+ ")[1:])
+    assert exact == pytest.approx(0.02) and "R² 1.000 of single episodes, 1/c = 50 steps" in text
     # standard error of the slope: sd of a log-ratio at the mean age over sd of the ages, by the root of 8,000 episodes
     assert abs(slope - 0.02) < 4 * np.sqrt(2 * 0.02 * 30) / 17 / np.sqrt(8000)
     first = next(line for line in text.splitlines() if line.startswith("| 1 to 2 "))
-    kl, ratio, ess = (float(first.split("|")[place].split("(")[0]) for place in (4, 5, 6))
+    kl, ratio, ess = (float(first.split("|")[place].split("(")[0]) for place in (4, 6, 7))
     assert abs(kl - 0.03) < 4 * np.sqrt(0.06 / 270) and abs(ratio - 1) < 0.06
     assert abs(ess - np.exp(-0.06)) < 0.05  # of log-normal ratios: exp(-variance)
-    assert "3 has the largest area and inf the smallest" in text or "3 has the largest area" in text
+    assert "Of the taus tried, 3 has the largest area and inf the smallest; one minus the other: +0.050" in text
 
 
 def test_the_results_are_what_the_evidence_says(tmp_path, monkeypatch):
@@ -207,7 +208,7 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
                   "cache_dir": str(tmp_path / "cache")},
         "arms": {"on_policy": {"replay": "none", "replay_updates": 0}, "auto": {"replay": "fresh", "tau": "auto"},
                  "failing": {"replay": "fresh", "env": "no_such_task"}},
-        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"]}], "drift_of": "auto"}))
+        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"]}], "drift_of": ["auto"]}))
     command = [sys.executable, str(root / "studies" / "run.py"), str(root / "studies" / "example.yaml")]
     quiet = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
     data = root / "studies" / "data" / "example"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import envs
 import losses
 import train as train_module
-from buffer import DriftEstimator, ReplayBuffer, sequence_kl
+from buffer import DriftEstimator, ReplayBuffer
 from envs import FrozenLake
 from models import Chat, load_policy
 from rollout import HFEngine, collect
@@ -277,7 +277,7 @@ def test_other_ways_to_run_it(tmp_path, quick_flags, flags):
 
 
 def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
-    flags = ["--runs-dir", tmp_path, "--tau", "auto", "--probe-episodes", "16", "--problem-sampler", "heap", "--age-unit", "iteration",
+    flags = ["--runs-dir", tmp_path, "--tau", "auto", "--drift-kl", "token", "--probe-episodes", "16", "--problem-sampler", "heap", "--age-unit", "iteration",
              "--checkpoint-every", 4]
     train(*quick_flags, "--name", "whole", "--iterations", 6, *flags)
     train(*quick_flags, "--name", "parts", "--iterations", 6, *flags)
@@ -295,7 +295,7 @@ def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
     assert probes == again
     estimator = DriftEstimator()
     for probe in map(json.loads, probes.splitlines()):
-        estimator.add(probe["age"], sequence_kl(probe["log_ratio"]))
+        estimator.add(probe["age"], probe["kl"])
     assert estimator.fit()["c"] == pytest.approx(c, rel=0.01)  # the log-ratios are rounded
 
 
