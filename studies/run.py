@@ -86,14 +86,32 @@ def read_study(path: Path) -> Study:
     return study
 
 
+def flags_of(study: Study, job: Job) -> dict:
+    return study.flags | study.arms[job.arm] | {"lr": job.lr, "seed": job.seed}
+
+
 def command(study: Study, job: Job, runs: Path) -> list[str]:
     """The command line of a run; pairs of env_options stand in a mapping."""
     words = []
-    for key, value in (study.flags | study.arms[job.arm] | {"lr": job.lr, "seed": job.seed}).items():
+    for key, value in flags_of(study, job).items():
         values = [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
         words += [f"--{key.replace('_', '-')}", *map(str, values)]
     return [str(ROOT / "train.py"), str(ROOT / study.config), "--name", job.name, "--runs-dir", str(runs), "--wandb", "off",
             "--quiet", "True", "--transcripts", "0", "--checkpoint-every", "0", *words]
+
+
+def twin(study: Study, job: Job) -> Path | None:
+    """The evidence of the same run in another study. The later arm of a `same` pair is always played."""
+    for path in sorted((ROOT / "studies").glob("*.yaml")):
+        other = read_study(path)
+        if other.name == study.name or job.arm in [later for _, later in study.same] or other.config != study.config:
+            continue
+        for arm in other.arms:
+            same = Job(arm, job.lr, job.seed)
+            swept = job.seed not in other.seeds or job.arm in study.drift_of and arm not in other.drift_of
+            if flags_of(other, same) == flags_of(study, job) and not swept and (other.data / same.name / "summary.json").exists():
+                return other.data / same.name
+    return None
 
 
 def rounded(value):
@@ -104,6 +122,9 @@ def run_job(study: Study, job: Job, scratch: Path):
     """Plays one run and keeps its evidence: config, summary, and of metrics.jsonl what the report reads; of a sweep's runs the
     evaluations alone. A run that fails leaves failed.txt, and is counted in the report."""
     out, run = study.data / job.name, scratch / study.name / job.name
+    if known := twin(study, job):
+        shutil.copytree(known, out)
+        return print(f"{study.name}: {job.name} is {known.parent.name}/{known.name}", flush=True)
     shutil.rmtree(run, ignore_errors=True)
     done = subprocess.run([sys.executable, *command(study, job, run.parent)], capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -168,7 +189,7 @@ def missing(study: Study, jobs: list[Job]) -> list[Job]:
     for job in jobs:
         path = study.data / job.name / "config.yaml"
         played = yaml.safe_load(path.read_text()) if path.exists() else {}
-        for key, value in (study.flags | study.arms[job.arm]).items():
+        for key, value in flags_of(study, job).items():
             if played and not isinstance(value, dict) and played[key] != value:
                 fail(f"{path}: {key} was {played[key]!r}, and {study.name}.yaml says {value!r}: remove that folder, or undo the "
                      "change")
