@@ -47,7 +47,7 @@ class Study:
     sweep: dict = field(default_factory=dict)
     lr_of: str = ""
     lr: float | None = None
-    comparisons: list[dict] = field(default_factory=list)  # {x: episodes or steps, arms: [reference, ...]}
+    comparisons: list[dict] = field(default_factory=list)  # {x: episodes or steps, arms: [], against: [arms]}
     table: list[str] = field(default_factory=list)  # further metrics
     same: list[list[str]] = field(default_factory=list)  # pairs of arms that should be one
     drift_of: list[str] = field(default_factory=list)  # arms with --tau auto, whose probes are looked at
@@ -79,7 +79,8 @@ def read_study(path: Path) -> Study:
         fail(f"{path}: give a sweep of learning rates, lr_of or lr, one of them")
     if set(study.sweep.get("seeds", [])) & set(study.seeds):
         fail(f"{path}: sweep and study share seeds; the learning rate has to be chosen on others")
-    named = [*sum(study.same, []), *study.drift_of, *(arm for comparison in study.comparisons for arm in comparison["arms"])]
+    named = [*sum(study.same, []), *study.drift_of,
+             *(arm for comparison in study.comparisons for arm in comparison["arms"] + comparison["against"])]
     for arm in named:
         if arm not in study.arms:
             fail(f"{path}: no arm is called {arm}; there are {', '.join(study.arms)}")

@@ -56,7 +56,8 @@ def test_every_run_of_a_study_has_a_command_that_train_accepts(path):
     ({"seeds": [0, 100]}, "share seeds"),
     ({"lr_of": "other/arm"}, "give a sweep of learning rates, lr_of or lr, one of them"),
     ({"same": [["a", "c"]]}, "no arm is called c"),
-    ({"comparisons": [{"x": "steps", "arms": ["d"]}]}, "no arm is called d")])
+    ({"comparisons": [{"x": "steps", "arms": ["d"], "against": []}]}, "no arm is called d"),
+    ({"comparisons": [{"x": "steps", "arms": ["a"], "against": ["e"]}]}, "no arm is called e")])
 def test_mistakes_in_a_study_file_are_named(tmp_path, capsys, change, words):
     text = {"question": "?", "config": "c", "arms": {"a": {}}, "seeds": [0], "sweep": {"lr": [0.1], "seeds": [100]}}
     path = tmp_path / "example.yaml"
@@ -94,7 +95,7 @@ def test_what_is_done_is_left_out_and_a_run_of_other_flags_is_refused(tmp_path, 
 
 
 def test_differences_are_of_the_same_seed_and_areas_of_the_same_width(tmp_path, monkeypatch):
-    study = study_of(tmp_path, monkeypatch, comparisons=[{"x": "episodes", "arms": ["a", "b"]}])
+    study = study_of(tmp_path, monkeypatch, comparisons=[{"x": "episodes", "arms": ["a", "b"], "against": ["a"]}])
     monkeypatch.setattr(report, "PLOTS", tmp_path)
     for seed in (100, 101):
         for arm in "ab":
@@ -108,7 +109,7 @@ def test_differences_are_of_the_same_seed_and_areas_of_the_same_width(tmp_path, 
     row_a, row_b = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
                     if line.startswith(("| a ", "| b ")))
     assert row_a[:3] == ["a", "0.1", "2"] and row_a[3].startswith("0.450") and row_a[5].startswith("0.125")  # (0.1 + 0.15) / 2
-    assert row_b[3].startswith("0.550") and row_b[6:] == ["+0.100 (+0.100 to +0.100)", "+0.050 (+0.050 to +0.050)", "0.875"]
+    assert row_b[3].startswith("0.550") and row_b[6:] == ["+0.100 (+0.100 to +0.100)", "+0.050 (+0.050 to +0.050)"]
 
 
 def test_arms_that_should_be_one_are_compared_to_the_last_digit(tmp_path, monkeypatch):
@@ -208,7 +209,7 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
                   "cache_dir": str(tmp_path / "cache")},
         "arms": {"on_policy": {"replay": "none", "replay_updates": 0}, "auto": {"replay": "fresh", "tau": "auto"},
                  "failing": {"replay": "fresh", "env": "no_such_task"}},
-        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"]}], "drift_of": ["auto"]}))
+        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"], "against": ["on_policy"]}], "drift_of": ["auto"]}))
     command = [sys.executable, str(root / "studies" / "run.py"), str(root / "studies" / "example.yaml")]
     quiet = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
     data = root / "studies" / "data" / "example"
