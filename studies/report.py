@@ -190,7 +190,7 @@ def section(study) -> list[str]:
             (f" Failed: {', '.join(failed)}." if failed else ""), ""]
     text += [study.shows, ""] if study.shows else []
     text += sweep_table(study) if study.sweep else [
-        f"Learning rate: {f'{study.lr:g}, fixed' if study.lr else f'the one chosen for {study.lr_of}'}.", ""]
+        f"Learning rate: {f'{study.lr:g}, fixed' if study.lr else f'chosen in {study.lr_of}'}.", ""]
     text += [line for comparison in study.comparisons for line in compared(study, comparison)]
     text += metrics_table(study) if study.table else []
     text += same_table(study) if study.same else []
@@ -202,9 +202,10 @@ def written() -> str:
     PLOTS.mkdir(exist_ok=True)
     text = ["# What replay and freshness buy on the small tasks", "",
             "Written by `python studies/report.py` from the runs in studies/data; the words above the tables come from the study "
-            "files. Intervals are over seeds, 95 %: bootstrap for a mean (somewhat too narrow for five seeds), Student's t for a gain "
-            "between runs of the same seed. Learning rates are chosen, and arms judged first, by the mean height of the held-out curve "
-            "(area / width); a final score is a single evaluation, and a best one the largest of several, which flatters.", ""]
+            "files. Intervals are over seeds, 95 %: bootstrap for a mean (somewhat too narrow for five seeds), Student's t for a "
+            "gain between runs of the same seed. Learning rates are chosen, and arms judged first, by the mean height of the "
+            "held-out curve (area / width); a final score is a single evaluation, and a best one the largest of several, which "
+            "flatters.", ""]
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = read_study(path)
         if left_of(study) != ([], []):

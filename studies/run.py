@@ -6,8 +6,8 @@
 
 A study is a YAML file: `config` and `flags` of all its runs, `arms` (flags of each), `seeds`, and `sweep`: the learning rates
 that every arm is tried at, on seeds of their own. An arm runs at the learning rate with the largest mean area under its
-held-out curve in the sweep; instead of a sweep, `lr_of: STUDY/ARM` takes over another one's choice, and `lr` fixes it. What is
-kept of a run, its evidence, lies in studies/data/STUDY/ARM_lrLR_seedN.
+held-out curve in the sweep; instead of a sweep, `lr_of: STUDY/ARM` (or STUDY, for its arms of the same names) takes over another
+one's choice, and `lr` fixes it. What is kept of a run, its evidence, lies in studies/data/STUDY/ARM_lrLR_seedN.
 """
 import json
 import os
@@ -169,8 +169,8 @@ def chooser(study: Study, arm: str) -> tuple[Study, str]:
     """The study and its arm whose sweep chooses the learning rate."""
     if not study.lr_of:
         return study, arm
-    other, arm = study.lr_of.split("/")
-    return read_study(ROOT / "studies" / f"{other}.yaml"), arm
+    other, _, others_arm = study.lr_of.partition("/")
+    return read_study(ROOT / "studies" / f"{other}.yaml"), others_arm or arm
 
 
 def chosen_lr(study: Study, arm: str) -> float:
