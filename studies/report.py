@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from run import ROOT, Job, area, chosen_lr, left_of, main_jobs, read_study, sweep_jobs  # noqa: E402
+from run import ROOT, Job, area, chosen_lr, left_of, main_jobs, read_study, sweep_jobs, twin  # noqa: E402
 from buffer import DriftEstimator  # noqa: E402
 from compare import (X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, read_run, whole_lines,  # noqa: E402
                      with_interval)
@@ -181,9 +181,10 @@ def section(study) -> list[str]:
     jobs = sweep_jobs(study) + main_jobs(study)
     summaries = [json.loads(path.read_text()) for job in jobs if (path := study.data / job.name / "summary.json").exists()]
     failed = [job.name for job in jobs if (study.data / job.name / "failed.txt").exists()]
+    shared = sum(twin(study, job) is not None for job in jobs)
     starts = sorted({round(summary["start_success"], 3) for summary in summaries})
     text = [f"## {study.name}", "", study.question, "",
-            f"`python studies/run.py studies/{study.name}.yaml`: {len(summaries)} runs, "
+            f"`python studies/run.py studies/{study.name}.yaml`: {len(summaries)} runs ({shared} of them also in other studies), "
             f"{sum(summary['minutes'] for summary in summaries):.0f} minutes of one core; {len(study.seeds)} seeds an arm; "
             f"{summaries[0]['heldout_problems']} held-out problems, the same in all; warm start at "
             f"{', '.join(map(number, starts))}." +

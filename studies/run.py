@@ -9,6 +9,7 @@ that every arm is tried at, on seeds of their own. An arm runs at the learning r
 held-out curve in the sweep; instead of a sweep, `lr_of: STUDY/ARM` (or STUDY, for its arms of the same names) takes over another
 one's choice, and `lr` fixes it. What is kept of a run, its evidence, lies in studies/data/STUDY/ARM_lrLR_seedN.
 """
+import functools
 import json
 import os
 import re
@@ -69,6 +70,7 @@ class Job:
         return f"{self.arm}_lr{self.lr:g}_seed{self.seed}"
 
 
+@functools.cache
 def read_study(path: Path) -> Study:
     text = yaml.safe_load(Path(path).read_text())
     unknown = set(text) - set(Study.__dataclass_fields__)
@@ -153,12 +155,17 @@ def run_job(study: Study, job: Job, scratch: Path):
     print(f"{study.name}: {job.name} {'failed' if (out / 'failed.txt').exists() else 'done'}", flush=True)
 
 
+@functools.cache
+def area_of(evidence: Path) -> float:
+    if (evidence / "failed.txt").exists():
+        return 0.0
+    run = read_run(evidence, "episodes", "eval/success")
+    return run.area(0, run.x[-1])
+
+
 def area(study: Study, job: Job) -> float:
     """Mean held-out success over the run; a failed run counts as 0."""
-    if (study.data / job.name / "failed.txt").exists():
-        return 0.0
-    run = read_run(study.data / job.name, "episodes", "eval/success")
-    return run.area(0, run.x[-1])
+    return area_of(study.data / job.name)
 
 
 def sweep_jobs(study: Study) -> list[Job]:

@@ -34,7 +34,7 @@ def keep(study: Study, job: Job, scores: list[float], **config):
     """Evidence of a run that was judged after 10, 20, ... episodes, from 0 at the start."""
     folder = study.data / job.name
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": job.seed, **study.arms[job.arm], **config}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"seed": job.seed, "lr": job.lr, **study.arms[job.arm], **config}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps({
         "iteration": i, "episodes": 10 * i, "step": i, "eval/success": score, "eval/start_success": 0.0}) + "\n"
         for i, score in enumerate(scores, 1)))
@@ -152,6 +152,30 @@ def test_drift_is_the_mean_log_ratio_of_an_age_and_its_fit(tmp_path, monkeypatch
     assert "Of the taus tried, 3 has the largest area and inf the smallest; one minus the other: +0.050" in text
 
 
+def test_a_run_that_another_study_has_is_taken_over_but_not_where_sameness_is_tested(tmp_path, monkeypatch):
+    study = study_of(tmp_path, monkeypatch, lr_of="other", sweep={}, flags={"iterations": 5}, same=[["a", "again"]],
+                     arms={"a": {"tau": 10}, "b": {"tau": 20}, "again": {"tau": 10}})
+    (tmp_path / "studies").mkdir()
+    text = {"question": "?", "config": study.config, "arms": {"a": {}, "c": {"iterations": 5}}, "seeds": [0, 1],
+            "flags": {"iterations": 4, "tau": 10}, "sweep": {"lr": [0.1, 0.2], "seeds": [100]}}
+    (tmp_path / "studies" / "other.yaml").write_text(yaml.safe_dump(text))
+    other = runner.read_study(tmp_path / "studies" / "other.yaml")
+    for arm, best in (("a", 0.2), ("c", 0.1)):
+        for lr in (0.1, 0.2):
+            keep(other, Job(arm, lr, 100), [0.5, 0.5 * (lr == best)])
+    assert runner.chosen_lr(study, "a") == 0.2  # that of the arm with the same name
+    job = Job("a", 0.2, 0)
+    assert runner.twin(study, job) is None  # nobody has played it yet
+    keep(other, Job("c", 0.2, 0), [0.5])
+    (other.data / "c_lr0.2_seed0" / "summary.json").write_text("{}")
+    assert runner.twin(study, job) == other.data / "c_lr0.2_seed0"  # an arm of another name, with the same flags in all
+    for arm, lr, seed in (("a", 0.2, 1), ("a", 0.1, 0), ("b", 0.2, 0), ("again", 0.2, 0)):
+        assert runner.twin(study, Job(arm, lr, seed)) is None
+    runner.run_job(study, job, tmp_path / "scratch")
+    assert (study.data / job.name / "metrics.jsonl").read_text() == (other.data / "c_lr0.2_seed0" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.slow
 def test_the_results_are_what_the_evidence_says(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "PLOTS", tmp_path)
     assert report.written() == (ROOT / "studies" / "RESULTS.md").read_text(), "run python studies/report.py"
