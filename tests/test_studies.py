@@ -162,7 +162,7 @@ def test_a_run_that_another_study_has_is_taken_over_but_not_where_sameness_is_te
     other = runner.read_study(tmp_path / "studies" / "other.yaml")
     for arm, best in (("a", 0.2), ("c", 0.1)):
         for lr in (0.1, 0.2):
-            keep(other, Job(arm, lr, 100), [0.5, 0.5 * (lr == best)])
+            keep(other, Job(arm, lr, 100), [0.5 * (lr == best), 0.5])
     assert runner.chosen_lr(study, "a") == 0.2  # that of the arm with the same name
     job = Job("a", 0.2, 0)
     assert runner.twin(study, job) is None  # nobody has played it yet
