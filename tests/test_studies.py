@@ -1,6 +1,7 @@
 """Studies: which runs a study has, the learning rate it chooses, what it keeps of a run, and that RESULTS.md is what was kept."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,6 +174,14 @@ def test_a_run_that_another_study_has_is_taken_over_but_not_where_sameness_is_te
         assert runner.twin(study, Job(arm, lr, seed)) is None
     runner.run_job(study, job, tmp_path / "scratch")
     assert (study.data / job.name / "metrics.jsonl").read_text() == (other.data / "c_lr0.2_seed0" / "metrics.jsonl").read_text()
+
+
+def test_every_score_in_the_readme_stands_in_the_results():
+    section = (ROOT / "README.md").read_text().split("## What we found")[1].split("\n## ")[0]
+    scores = set(re.findall(r"[+-]?\d+\.\d{3}", section))
+    results = (ROOT / "studies" / "RESULTS.md").read_text()
+    assert scores and not {score for score in scores if not re.search(rf"(?<![\d.]){re.escape(score)}(?!\d)", results)}
+    assert all((ROOT / path).is_file() for path in re.findall(r"\]\((studies/[^)]+)\)", section))
 
 
 @pytest.mark.slow
