@@ -1,8 +1,8 @@
 """Works through studies: every arm with every seed, on the cores there are. Stop and start it as you like: what is done stays.
 
-    python studies/run.py studies/claim_frozenlake.yaml        # two runs side by side, one thread each
-    python studies/run.py studies/*.yaml --jobs 8 --dry-run    # only says what is left to do
-    python studies/report.py                                   # then: studies/RESULTS.md and its plots
+    python studies/run.py studies/claim_frozenlake.yaml             # two runs side by side, one thread each
+    python studies/run.py studies/*.yaml --jobs 8 --dry-run True    # only says what is left to do
+    python studies/report.py                                        # then: studies/RESULTS.md and its plots
 
 A study is a YAML file: `config` and `flags` of all its runs, `arms` (flags of each), `seeds`, and `sweep`: the learning rates
 that every arm is tried at, on seeds of their own. An arm runs at the learning rate with the largest mean area under its
@@ -237,7 +237,7 @@ def main(argv: list[str]):
         swept, jobs = left_of(study)
         if args.dry_run:
             print(f"{study.name}: {len(swept)} runs of the sweep are left, and " +
-                  (f"{len(study.arms) * len(study.seeds)} after it" if jobs is None else str(len(jobs))))
+                  (f"{len(study.arms) * len(study.seeds)} after it" if jobs is None else f"{len(jobs)} of the study"))
             continue
         play(study, swept, args)
         jobs = left_of(study)[1]

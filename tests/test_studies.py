@@ -262,4 +262,4 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
     lines = [json.loads(line) for line in (data / "auto_lr0.001_seed0" / "metrics.jsonl").read_text().splitlines()]
     assert [line["episodes"] for line in lines] == [8, 16, 24]
     again = subprocess.run([*command, "--dry-run", "True"], **quiet)
-    assert again.stdout == "example: 0 runs of the sweep are left, and 0\n"
+    assert again.stdout == "example: 0 runs of the sweep are left, and 0 of the study\n"
