@@ -146,9 +146,9 @@ def drift_of(study, arm: str, axes) -> list[str]:
     return [f"**Staleness**, by {len(ages):,} episodes that {arm} probed, drawn uniformly from its last ones:", "",
             *table(["age, steps", "episodes", "mean age", *(f"KL(behaviour ‖ current) {name}, nats an episode" for name in kls),
                     "mean ratio", "ESS / episodes"], rows),
-            f"Fitted over all of them, weighted by 1/KL: {'; '.join(words)}. The means of the ages grow about as age^{power:.2f}. "
-            f"`--tau auto` itself chose {np.min(taus):.3g} to {np.max(taus):.3g} steps, half of the time {np.percentile(taus, 25):.3g} to "
-            f"{np.percentile(taus, 75):.3g}.", ""]
+            f"Fitted over all of them, weighted by 1/KL: {'; '.join(words)}. The means of the ages grow about as "
+            f"age^{power:.2f}. `--tau auto` itself chose {np.min(taus):.3g} to {np.max(taus):.3g} steps, half of the time "
+            f"{np.percentile(taus, 25):.3g} to {np.percentile(taus, 75):.3g}.", ""]
 
 
 def drift(study) -> list[str]:
@@ -205,8 +205,8 @@ def written() -> str:
             "Written by `python studies/report.py` from the runs in studies/data; the words above the tables come from the study "
             "files. Intervals are over seeds, 95 %: bootstrap for a mean (somewhat too narrow for five seeds), Student's t for a "
             "gain between runs of the same seed. Learning rates are chosen, and arms judged first, by the mean height of the "
-            "held-out curve (area / width; each evaluation holds until the next one, so that the last has no weight); a final score "
-            "is a single evaluation, and a best one the largest of several, which flatters.", ""]
+            "held-out curve (area / width; each evaluation holds until the next one, so that the last has no weight); a final "
+            "score is a single evaluation, and a best one the largest of several, which flatters.", ""]
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = read_study(path)
         if left_of(study) != ([], []):
