@@ -278,8 +278,9 @@ class Args:
     """Share of a replay batch taken from the newest entries."""
     probe_episodes: int = 32
     """Episodes drawn uniformly from the last 16 x this many to measure the drift, an iteration (--tau auto)."""
-    drift_kl: Literal["token", "sequence"] = "sequence"
-    """What the drift is measured with (--tau auto): the sum of the tokens' k3, or k3 or k1 of the whole episode's ratio."""
+    drift_kl: Literal["token", "sequence"] = "token"
+    """What the drift is measured with (--tau auto). token: the sum of the tokens' k3, which scatters less (studies/RESULTS.md).
+    sequence: k3 or k1 of the whole episode's ratio."""
     min_size: int = 0
     """Entries the buffer must hold before replay starts."""
     age_unit: Literal["step", "iteration"] = "step"

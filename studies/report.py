@@ -181,11 +181,12 @@ def section(study) -> list[str]:
     jobs = sweep_jobs(study) + main_jobs(study)
     summaries = [json.loads(path.read_text()) for job in jobs if (path := study.data / job.name / "summary.json").exists()]
     failed = [job.name for job in jobs if (study.data / job.name / "failed.txt").exists()]
+    minutes = sum(summary["minutes"] for summary in summaries)
     shared = sum(twin(study, job) is not None for job in jobs)
     starts = sorted({round(summary["start_success"], 3) for summary in summaries})
     text = [f"## {study.name}", "", study.question, "",
             f"`python studies/run.py studies/{study.name}.yaml`: {len(summaries)} runs ({shared} of them also in other studies), "
-            f"{sum(summary['minutes'] for summary in summaries):.0f} minutes of one core; {len(study.seeds)} seeds an arm; "
+            f"{minutes:.0f} minutes of one core, about {minutes / 2:.0f} on two; {len(study.seeds)} seeds an arm; "
             f"{summaries[0]['heldout_problems']} held-out problems, the same in all; warm start at "
             f"{', '.join(map(number, starts))}." +
             (f" Failed: {', '.join(failed)}." if failed else ""), ""]

@@ -198,7 +198,7 @@ def missing(study: Study, jobs: list[Job]) -> list[Job]:
         path = study.data / job.name / "config.yaml"
         played = yaml.safe_load(path.read_text()) if path.exists() else {}
         for key, value in flags_of(study, job).items():
-            if played and not isinstance(value, dict) and played[key] != value:
+            if not isinstance(value, dict) and played.get(key, value) != value:  # a flag may be newer than the run
                 fail(f"{path}: {key} was {played[key]!r}, and {study.name}.yaml says {value!r}: remove that folder, or undo the "
                      "change")
     return [job for job in jobs if not (study.data / job.name).exists()]
