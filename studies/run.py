@@ -144,7 +144,7 @@ def run_job(study: Study, job: Job, scratch: Path):
                     kept.write(json.dumps({key: rounded(value) for key, value in line.items() if value is not None and
                                            re.fullmatch(CURVE if swept else KEPT, key)}) + "\n")
         shutil.copy(run / "summary.json", half)
-        if job.arm in study.drift_of and not swept:
+        if job.arm in study.drift_of and not swept and (run / "drift.jsonl").exists():  # none where too few episodes were played
             shutil.copy(run / "drift.jsonl", half)
     elif done.returncode < 0:  # killed, and may be played again
         return print(f"{study.name}: {job.name} was killed by signal {-done.returncode}", flush=True)

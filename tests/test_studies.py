@@ -240,9 +240,11 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
         "flags": {"tiny_width": 64, "tiny_layers": 2, "warm_start_updates": 4, "iterations": 3, "problems_per_iteration": 4,
                   "group_size": 2, "replay_batch_size": 2, "eval_problems": 8, "eval_every": 1, "max_turns": 4,
                   "cache_dir": str(tmp_path / "cache")},
-        "arms": {"on_policy": {"replay": "none", "replay_updates": 0}, "auto": {"replay": "fresh", "tau": "auto"},
+        "arms": {"on_policy": {"replay": "none", "replay_updates": 0},
+                 "auto": {"replay": "fresh", "tau": "auto", "probe_episodes": 8}, "too_few": {"replay": "fresh", "tau": "auto"},
                  "failing": {"replay": "fresh", "env": "no_such_task"}},
-        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"], "against": ["on_policy"]}], "drift_of": ["auto"]}))
+        "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"], "against": ["on_policy"]}],
+        "drift_of": ["auto", "too_few"]}))
     command = [sys.executable, str(root / "studies" / "run.py"), str(root / "studies" / "example.yaml")]
     quiet = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "capture_output": True, "text": True}
     data = root / "studies" / "data" / "example"
@@ -256,9 +258,10 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
     assert done
     assert subprocess.run(command, **quiet).returncode == 0
     kept = {path.name for path in data.iterdir() if not path.name.endswith(".half")}
-    assert kept == {f"{arm}_lr0.001_seed{seed}" for arm in ("on_policy", "auto", "failing") for seed in (0, 100)}
+    assert kept == {f"{arm}_lr0.001_seed{seed}" for arm in ("on_policy", "auto", "too_few", "failing") for seed in (0, 100)}
     assert all((data / name).stat().st_mtime_ns == time for name, time in done.items())
     assert "no_such_task" in (data / "failing_lr0.001_seed0" / "failed.txt").read_text()
+    assert [name for name in sorted(kept) if (data / name / "drift.jsonl").exists()] == ["auto_lr0.001_seed0"]
     lines = [json.loads(line) for line in (data / "auto_lr0.001_seed0" / "metrics.jsonl").read_text().splitlines()]
     assert [line["episodes"] for line in lines] == [8, 16, 24]
     again = subprocess.run([*command, "--dry-run", "True"], **quiet)
