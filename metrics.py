@@ -40,13 +40,24 @@ def fresh_metrics(played: list[dict], stored: int, buffer, step: int, oldest: fl
             "stored_share": stored / len(played) if buffer is not None else None}
 
 
+def partnered(episodes) -> list[bool]:
+    """Whether each episode of a draw has a member of its group with another reward beside it: only then is its advantage not 0
+    where it is normalised inside the draw, as the released FreshPER code does (before the whitening, which shifts all rows)."""
+    rewards = {}
+    for episode in episodes:
+        rewards.setdefault(episode.group_id, set()).add(episode.reward)
+    return [len(rewards[episode.group_id]) > 1 for episode in episodes]
+
+
 def replay_metrics(samples, args) -> dict:
     if not samples:
-        return dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "weight_min")) | {"updates": 0}
+        names = ("age_mean", "age_p95", "unique_fraction", "success", "partnered_rows", "weight_min")
+        return dict.fromkeys(names) | {"updates": 0}
     ages = ranks.joined(np.concatenate([sample.ages for sample in samples]))
     return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
             "unique_fraction": np.mean([ranks.total(len(np.unique(sample.ids))) / args.replay_batch_size for sample in samples]),
             "success": np.mean(ranks.joined([episode.info["success"] for sample in samples for episode in sample.episodes])),
+            "partnered_rows": np.mean(ranks.joined([row for sample in samples for row in partnered(sample.episodes)])),
             "weight_min": ranks.lowest(min(sample.weights.min() for sample in samples))}
 
 

@@ -32,7 +32,7 @@ from durable import fail  # noqa: E402
 
 CURVE = r"iteration|step|episodes|tokens|eval/success|eval/start_success"  # all that is kept of a sweep's runs
 KEPT = CURVE + (r"|buffer/(tau|size|drift_.*)|fresh/(success|entropy|signal_share|grad_norm|parse_failures)|"
-                r"replay/(updates|age_mean|nonzero_advantage_rows|success|grad_norm|kl_behavior_k1|ess_token|ess_sequence|clip_fraction|"
+                r"replay/(updates|age_mean|nonzero_advantage_rows|partnered_rows|success|grad_norm|kl_behavior_k1|ess_token|ess_sequence|clip_fraction|"
                 r"weight_min|without_signal)")
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "studies"))
 import report  # noqa: E402
 import run as runner  # noqa: E402
 from buffer import Episode  # noqa: E402
+from metrics import partnered  # noqa: E402
 from models import tiny_config, tiny_tokenizer  # noqa: E402
 from run import Job, Study  # noqa: E402
 from settings import parse_args  # noqa: E402
@@ -207,6 +208,13 @@ def test_shuffled_rewards_are_the_same_ones_at_other_episodes_and_no_turn_keeps_
     assert (broken.reward, silent.reward) == (9.0, 0.0)
     for episode in episodes:
         assert episode.turn_rewards[:-1].tolist() == [0, 0] and episode.turn_rewards[-1] == np.float32(episode.reward)
+
+
+def test_partnered_rows_are_those_whose_group_has_another_reward_in_the_draw():
+    draw = [episode_of([reward]) for reward in (1.0, 0.0, 1.0, 1.0, 0.0)]
+    for episode, group in zip(draw, (0, 0, 1, 1, 2)):
+        episode.group_id = group
+    assert partnered(draw) == [True, True, False, False, False]
 
 
 def test_a_smaller_tiny_policy_has_heads_that_fill_its_width():
