@@ -72,7 +72,7 @@ class Direct:
         self.args, self.policy, self.sampled, self.chat, self.make_env, self.play = args, policy, sampled, chat, make_env, play
         self.job, self.step, self.error = job, step, None
         if sampled is not policy:
-            fill(sampled, dict(plain_weights(policy)).__getitem__)
+            copy_weights(policy, sampled)
         self.engine = make_engine(sampled)
 
     def kept(self) -> dict:
@@ -100,7 +100,7 @@ class Direct:
         """`within`: in the middle of an iteration, where nothing is sampled."""
         if not within and step - self.step >= self.args.sync_every:
             if self.sampled is not self.policy:
-                fill(self.sampled, dict(plain_weights(self.policy)).__getitem__)
+                copy_weights(self.policy, self.sampled)
             self.engine.sync()
             self.step = step
 
@@ -125,6 +125,15 @@ def fill(policy, weight_of):
     """Copies weight_of(name) into each parameter."""
     for name, parameter in policy.named_parameters():
         parameter.copy_(weight_of(name))
+
+
+@torch.no_grad()
+def copy_weights(policy, sampled):
+    """Gives `sampled` the policy's weights, one at a time: of split ones, whole copies of all might not fit."""
+    left = dict(sampled.named_parameters())
+    for name, weight in plain_weights(policy):
+        left.pop(name).copy_(weight)
+    assert not left, f"the policy has no {', '.join(left)}"
 
 
 def publish(policy, path: Path, step: int, dtype: torch.dtype | None = None):

@@ -419,7 +419,7 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
-            for parameter in learner.policy.parameters():
+            for parameter in learner.optimizer.param_groups[0]["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         learner.optimizer.step()
         learner.schedule.step()

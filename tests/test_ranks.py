@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fits
 import losses
 import ranks
+import samplers
 from buffer import Episode, ReplayBuffer, use_stats
 from models import layers_of, load_policy
 from rollout import engine_kind
@@ -159,6 +161,21 @@ def test_whitening_and_the_largest_weight_are_of_all_ranks(monkeypatch):
     assert count == denominator
     inclusion = np.concatenate([first.inclusion, second.inclusion])
     np.testing.assert_allclose(np.concatenate([first.weights, second.weights]), inclusion.min() / inclusion, rtol=1e-6)
+
+
+def test_a_whole_copy_of_split_weights_takes_them_one_at_a_time(tiny_folder, monkeypatch):
+    policy, sampled = (load_policy(tiny_folder)[0] for _ in range(2))
+    alive, most = weakref.WeakSet(), []
+
+    def gathered(parameter):
+        most.append(len(alive))
+        alive.add(whole := parameter + 1)
+        return whole
+
+    monkeypatch.setattr(ranks, "whole", gathered)
+    samplers.copy_weights(policy, sampled)
+    assert len(most) > 10 and max(most) <= 1
+    assert all(torch.equal(ours + 1, theirs) for ours, theirs in zip(policy.parameters(), sampled.parameters(), strict=True))
 
 
 def test_shares_cover_everything_once(monkeypatch):

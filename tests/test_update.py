@@ -223,6 +223,14 @@ def test_lora_trains_adapters_only_and_its_reference_is_the_frozen_base(tiny_fol
     assert not torch.allclose(score(learner.policy, episodes, learner), start, atol=1e-3)
 
 
+def test_a_step_without_signal_gives_the_frozen_base_no_gradient(tiny_folder, episodes):
+    """Nobody would clear it: zero_grad is the optimiser's, which has the adapters only."""
+    learner = learner_of(tiny_folder, episodes, algo="grpo", lora_rank=4, step_without_signal=True)
+    silent = [replace(episode, advantages=np.zeros_like(episode.advantages)) for episode in episodes]
+    assert update(learner, silent)["steps"] == 1
+    assert all(parameter.grad is None for parameter in learner.policy.parameters())
+
+
 def test_the_critic_under_lora_has_adapters_of_its_own(tiny_folder, episodes):
     learner = learner_of(tiny_folder, episodes, drift=0.0, algo="ppo", lora_rank=4)
     trained = {name for name, value in learner.critic.named_parameters() if value.requires_grad}
