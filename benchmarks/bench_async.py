@@ -1,85 +1,186 @@
-"""Sampling beside training against sampling and training in turns: idle shares, mu, replay ratio, ages, wall time.
+"""Sampling beside training against sampling and training in turns: cost of a step, idle shares, mu, ages, time to a score.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_async.py                       # three seeds; an hour on two cores
-    OMP_NUM_THREADS=1 python benchmarks/bench_async.py --seeds 1 --iterations 12 --warm-start-updates 12  # flags of train.py last
+    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2                      # mu near 1; 20 minutes on two cores
+    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2 --wait-ms 25         # moves take a while: mu near 6
+    python benchmarks/bench_async.py --seeds 1 --steps 8 --arms "beside, ratio 2" "in turns" --lr 3e-4   # flags of train.py last
 
-Tiny policy, 4x4 FrozenLake, a batch of 64 episodes for each iteration, 64 drawn for a replay update. Prints Markdown; seconds as
-ratios to the synchronous run of the same replay ratio beside it. Runs that reach a score late or never say so.
+Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal optimiser steps; one thread a process, except where it says two.
+Evaluation is not timed: policies are evaluated afterwards, from their checkpoints. Prints Markdown, medians over seeds (lowest to
+highest), and a line of JSON for each run to stderr. A run that does not reach the target counts as slower than all that do.
 """
 import argparse
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["OMP_NUM_THREADS"] = "1"  # read when torch loads
+
+from envs import make_env_factory  # noqa: E402
+from eval import evaluate  # noqa: E402
+from models import Chat, load_policy, policy_folder  # noqa: E402
+from rollout import context_length_of, make_engine  # noqa: E402
+from settings import parse_args  # noqa: E402
+
 FIFO = ["--replay", "uniform", "--fresh-update", "False", "--capacity", "512"]
 BESIDE = ["--async-rollouts", "1"]
-ARMS = {  # name: (flags, the arm that it is compared with)
-    "in turns, each episode once": (["--replay", "none"], None),
-    "in turns, ratio 2": ([*FIFO, "--replay-updates", "2"], None),
-    "beside, queue": ([*BESIDE, "--replay", "none"], "in turns, each episode once"),
-    "beside, ratio 1": ([*BESIDE, *FIFO, "--replay-updates", "1", "--async-fixed-ratio", "True"], "in turns, each episode once"),
-    "beside, ratio 2": ([*BESIDE, *FIFO, "--replay-updates", "2", "--async-fixed-ratio", "True"], "in turns, ratio 2"),
-    "beside, ratio 4": ([*BESIDE, *FIFO, "--replay-updates", "4", "--async-fixed-ratio", "True"], None),
-    "beside, nobody waits": ([*BESIDE, *FIFO, "--replay-updates", "2"], None)}
+FIXED = [*BESIDE, *FIFO, "--async-fixed-ratio", "True"]
+ARMS = {  # name: (threads, updates an iteration, flags)
+    "in turns": (1, 1, ["--replay", "none"]),
+    "in turns, two threads": (2, 1, ["--replay", "none"]),
+    "in turns, ratio 2": (1, 2, FIFO),
+    "beside, queue": (1, 1, [*BESIDE, "--replay", "none"]),
+    "beside, ratio 1": (1, 1, FIXED),
+    "beside, ratio 2": (1, 2, FIXED),
+    "beside, ratio 4": (1, 4, FIXED),
+    "beside, nobody waits": (1, 2, [*BESIDE, *FIFO])}
+EVERY = 8  # optimiser steps between checkpoints
+MEASURED = ["gamma", "mu", "y", "sampler idle", "trainer idle", "age on arrival", "age at use", "its p5", "its p95"]
 
 
-def measured(run: Path, target: float) -> dict:
-    """Numbers of a run without its first iteration, where things start."""
+def measured(run: Path) -> dict:
+    """Numbers of a run without its first iteration, where things start. Work: busy seconds of both sides."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[0], lines[-1]
-    change = {name: last[name] - first[name] for name in last if name.startswith(("time/total_", "cost/episodes_"))}
+    change = {name: last[name] - first[name] for name in last if name.startswith(("step", "time/total_", "cost/episodes_"))}
     busy = {side: change[f"time/total_{side}_busy_s"] for side in ("sampler", "trainer")}
     idle = {side: change[f"time/total_{side}_idle_s"] for side in ("sampler", "trainer")}
     generated, trained = change["cost/episodes_generated"], change["cost/episodes_trained"]
     seconds = np.cumsum([line["time/iteration_s"] - line["time/eval_s"] for line in lines])
     mu, y = (busy["sampler"] / generated) / (busy["trainer"] / trained), trained / generated
-    reached = [second for second, line in zip(seconds, lines) if (line["eval/success"] or 0) >= target]
-    fresh = [line["fresh/staleness_mean"] for line in lines[1:] if line["fresh/staleness_mean"] is not None]
-    ages = [(line["replay/age_mean"], line["replay/age_p95"]) for line in lines[1:] if line["replay/age_mean"] is not None]
-    return {"s an update": (seconds[-1] - seconds[0]) / max(1, last["step"] - first["step"]),
-            "s an episode used": (seconds[-1] - seconds[0]) / trained,
-            "sampler idle": idle["sampler"] / (idle["sampler"] + busy["sampler"]),
-            "trainer idle": idle["trainer"] / (idle["trainer"] + busy["trainer"]),
-            "mu": mu, "mu from counts": trained / generated, "y": y, "gamma": (1 + mu / y) / (1 + mu),
-            "age on arrival": np.mean(fresh), "replayed: mean age": np.mean([mean for mean, _ in ages]) if ages else np.nan,
-            "p95": np.mean([p95 for _, p95 in ages]) if ages else np.nan,
-            "held-out success": last["eval/success"], "s to target": reached[0] if reached else np.inf}
+    arrived = [line["fresh/staleness_mean"] for line in lines[1:] if line["fresh/staleness_mean"] is not None]
+    ages = [age for line in map(json.loads, (run / "replay.jsonl").read_text().splitlines()) if line["iteration"] > 1
+            for age in line["drawn"]["age"]] if (run / "replay.jsonl").exists() else arrived
+    return {"s an update": (seconds[-1] - seconds[0]) / change["step"], "work an update": sum(busy.values()) / change["step"],
+            "gamma": (1 + mu / y) / (1 + mu), "mu": mu, "y": y,
+            **{f"{side} idle": idle[side] / (idle[side] + busy[side]) for side in idle}, "age on arrival": np.mean(arrived),
+            "age at use": np.mean(ages), "its p5": np.percentile(ages, 5), "its p95": np.percentile(ages, 95),
+            "episodes": last["episodes"], "seconds at step": {line["step"]: second for line, second in zip(lines, seconds)}}
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def held_out(args, folder: Path, count: int, temperature: float) -> float:
+    make_env = make_env_factory("frozenlake", {"prompt": "tiny"})
+    policy, processor = load_policy(folder)
+    with contextlib.closing(make_engine(replace(args, engine="hf", quiet=True), policy, Chat(processor), folder)) as engine:
+        return evaluate(engine, Chat(processor), make_env, make_env().problems("heldout", count), temperature=temperature,
+                        max_turns=args.max_turns, max_new_tokens=args.max_new_tokens, format_penalty=args.format_penalty,
+                        parallel=count, context_length=context_length_of(args, policy))["success"]
+
+
+def time_to(target: float, points: list[tuple[float, float]]) -> float:
+    """Seconds at which a line through the points (seconds, success) first reaches the target; inf if it never does.
+
+    >>> time_to(0.5, [(0, 0.2), (10, 0.4), (20, 0.8)]), time_to(0.9, [(0, 0.2), (10, 0.4)])
+    (12.5, inf)
+    """
+    for (before_s, before), (after_s, after) in zip(points, points[1:]):
+        if after >= target:
+            return before_s + (after_s - before_s) * max(0.0, target - before) / (after - before)
+    return np.inf
+
+
+def number(value: float) -> str:
+    return "never" if value == np.inf else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def cell(values: list[float]) -> str:
+    """Median (lowest to highest), or one number if they are the same."""
+    low, middle, high = (number(np.percentile(values, place, method="nearest")) for place in (0, 50, 100))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def table(columns: list[str], rows: dict[str, list[str]]):
+    print(f"\n| arm | {' | '.join(columns)} |\n{'|---' * (len(columns) + 1)}|")
+    for name, cells in rows.items():
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def plot(found: dict[str, list[dict]], title: str, path: str):
+    """Held-out success over seconds: a line a seed."""
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for place, (name, rows) in enumerate(found.items()):
+        for seed, row in enumerate(rows):
+            axis.plot(*zip(*row["curve"]), color=f"C{place}", alpha=0.8, label=None if seed else name)
+    axis.set(xlabel="seconds, without evaluation", ylabel="held-out success, temperature 1", title=title)
+    axis.legend()
+    figure.savefig(path, dpi=110)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--target", type=float, default=0.7)
+    parser.add_argument("--steps", type=int, default=64, help=f"optimiser steps, a multiple of {EVERY}")
+    parser.add_argument("--target", type=float, default=0.6)
+    parser.add_argument("--heldout", type=int, default=256, help="held-out problems")
+    parser.add_argument("--wait-ms", type=float, default=0.0, help="that the task takes for a move")
+    parser.add_argument("--tiny-width", default="128")
+    parser.add_argument("--tiny-layers", default="4")
+    parser.add_argument("--plot", help="file for a picture of held-out success over seconds")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
     arguments, flags_of_all = parser.parse_known_args()
+    args = parse_args(["--tiny-width", arguments.tiny_width, "--tiny-layers", arguments.tiny_layers])
+    start = policy_folder(args, make_env_factory("frozenlake", {"prompt": "tiny"})())  # of the task that does not wait
+    task = ["--env", f"{ROOT}/benchmarks/slow_lake.py:SlowLake", "--env-options", "prompt", "tiny", "wait_ms",
+            str(arguments.wait_ms)] if arguments.wait_ms else ["--env-options", "prompt", "tiny"]
+    at_start = held_out(args, start, arguments.heldout, 1.0)
+    print(f"Held out ({arguments.heldout} problems), the policy of the start: success {at_start:.3f} at temperature 1, "
+          f"{held_out(args, start, arguments.heldout, 0.0):.3f} greedily.")
     found = {name: [] for name in arguments.arms}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as runs:
         for seed in range(arguments.seeds):
             for place, name in enumerate(arguments.arms):
-                subprocess.run([sys.executable, ROOT / "train.py", *ARMS[name][0], "--seed", str(seed), "--runs-dir", folder,
-                                "--name", f"arm{place}_{seed}", "--iterations", str(arguments.iterations), "--wandb", "off",
-                                "--quiet", "True", "--checkpoint-every", "0", "--eval-problems", "256", *flags_of_all],
-                               check=True, stdout=subprocess.DEVNULL)
-                found[name].append(measured(Path(folder) / f"arm{place}_{seed}", arguments.target))
-                print(f"{name}, seed {seed}: {found[name][-1]}", file=sys.stderr, flush=True)
-    columns = list(found[arguments.arms[0]][0])
-    print("| medians over seeds | " + " | ".join(columns[:-1]) +
-          f" | s to {arguments.target:g} (reached) | time an episode used, ratio |")
-    print("|---" * (len(columns) + 2) + "|")
-    for name in arguments.arms:
-        rows, other = found[name], ARMS[name][1]
-        cells = [f"{np.median([row[column] for row in rows]):.3g}" for column in columns]
-        reached = [row["s to target"] for row in rows if row["s to target"] < np.inf]
-        cells[-1] = f"{cells[-1].replace('inf', 'n/a')} ({len(reached)} of {len(rows)})"
-        cells.append("" if other not in found else "{:.2f}".format(np.median([
-            row["s an episode used"] / base["s an episode used"] for row, base in zip(rows, found[other])])))
-        print(f"| {name} | " + " | ".join(cells).replace("nan", "-") + " |")
+                threads, updates, flags = ARMS[name]
+                if "--fresh-update" in flags:
+                    flags = [*flags, "--replay-updates", str(updates), "--replay-batch-size", "64"]
+                run = Path(runs) / f"arm{place}_{seed}"
+                subprocess.run([sys.executable, ROOT / "train.py", *flags, "--model", start, *task, "--lr", str(args.lr),
+                                "--max-new-tokens", str(args.max_new_tokens), "--lr-schedule", "constant", "--seed", str(seed),
+                                "--runs-dir", runs, "--name", run.name, "--iterations", str(arguments.steps // updates),
+                                "--checkpoint-every", str(EVERY // updates), "--keep-checkpoints", str(arguments.steps),
+                                "--eval-every", "0", "--eval-problems", "16", "--wandb", "off", "--quiet", "True", *flags_of_all],
+                               check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
+                row = measured(run)
+                folders = sorted((run / "checkpoints").glob("step_*"), key=lambda folder: row["seconds at step"][step_of(folder)])
+                row["curve"] = [(0.0, at_start)] + [(row["seconds at step"][step_of(folder)],
+                                                     held_out(args, folder, arguments.heldout, 1.0)) for folder in folders]
+                row |= {"s to target": time_to(arguments.target, row["curve"]), "held out": row["curve"][-1][1],
+                        "greedily": held_out(args, folders[-1], arguments.heldout, 0.0)}
+                found[name].append(row)
+                print(json.dumps({"arm": name, "seed": seed} | row, default=float), file=sys.stderr, flush=True)
+
+    def ratios(column: str, name: str, base: str) -> str:
+        """Of the same seed's runs."""
+        return "" if base not in found or name == base else cell([
+            np.inf if row[column] == np.inf else row[column] / max(other[column], 1e-9)
+            for row, other in zip(found[name], found[base])])
+
+    def cells(name: str, columns: list[str]) -> list[str]:
+        return [cell([row[column] for row in found[name]]) for column in columns]
+
+    table(["s an update", "to in turns", "work an update to in turns", *MEASURED],
+          {name: [*cells(name, ["s an update"]), ratios("s an update", name, "in turns"),
+                  ratios("work an update", name, "in turns"), *cells(name, MEASURED)] for name in found})
+    table(["episodes", "held out", "greedily", f"s to {arguments.target:g}", "to in turns", "to beside, queue"],
+          {name: [*cells(name, ["episodes", "held out", "greedily", "s to target"]),
+                  *(ratios("s to target", name, base) for base in ("in turns", "beside, queue"))] for name in found})
+    if arguments.plot:
+        plot(found, f"{arguments.wait_ms:g} ms a move", arguments.plot)
 
 
 if __name__ == "__main__":
