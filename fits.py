@@ -3,9 +3,10 @@
     python eval.py fits                                      # the table of the README
     python eval.py fits --model FOLDER --dtype bfloat16 --processes 8 --lora-rank 16 --tokens 8192
 
-Counted: weights, gradients, AdamW's two moments, a reference, a critic, what a layer keeps of a micro-batch for the backward
-pass, the float32 logits of a chunk; and, while sampling, vLLM's weights and keys and values. The buffer is in the CPU's memory.
-tests/test_ranks.py compares it with what torch really allocates for small models; nothing here was measured on a GPU.
+Counted: weights, gradients, AdamW's two moments and its float32 masters of shorter weights, a reference, a critic, what a layer
+keeps of a micro-batch for the backward pass, the float32 logits of a chunk; and, while sampling, vLLM's weights and keys and
+values. The buffer is in the CPU's memory. tests/test_ranks.py compares it with what torch really allocates for small models;
+nothing here was measured on a GPU.
 """
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,9 @@ def kept_by_layer(shape: dict, width: int, lora: bool = False) -> int:
 def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, processes: int = 1, tokens: int = 8192,
                gradient_checkpointing: bool = True, kl: bool = False, critic: bool = False, chunk: int = 1024,
                engine_tokens: int = 65536) -> dict[str, float]:
-    """GiB of each part on each of `processes` GPUs, and the peaks `training` and `sampling`. `tokens`: of a micro-batch;
-    `chunk`: of losses.token_logprobs_from_hidden; `engine_tokens`: keys and values that the engine should hold, 0: none is there.
+    """GiB of each part on each of `processes` GPUs, and the peaks `training` and `sampling`. `tokens`: of each of several
+    micro-batches; `chunk`: of losses.token_logprobs_from_hidden; `engine_tokens`: keys and values that the engine should hold, 0:
+    none is there.
     """
     width = {"bfloat16": 2, "float32": 4}[dtype]
     part, layers = parameters(shape), shape["layers"]
@@ -100,17 +102,19 @@ def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, proc
     inputs = shape["hidden"] * width * tokens
     kept = (1 + critic) * layers * (inputs if gradient_checkpointing else layer)  # both forward passes come before both backward
     outputs = 8 * min(chunk, tokens) * shape["vocabulary"] + 4 * inputs  # logits and their exponentials; the last states
-    head = 0 if lora_rank else 4 * part["embedding"]  # the output matrix's gradient adds up in float32
+    # the output matrix's gradient adds up in float32, of parts in the weights' type
+    head = 0 if lora_rank else (4 if width == 4 else 4 + width) * part["embedding"]
+    short = 0 if trained_width == 4 else trained + critic_trained  # weights with masters
     gradients = (trained + critic_trained) * trained_width / processes
     recomputed = (layer if gradient_checkpointing else 0) + 2 * shape["intermediate"] * width * tokens
     sizes = {
         "weights": (policy * width + extra) / processes,
-        "moments": 2 * (trained + critic_trained) * trained_width / processes,
+        "masters": 4 * short / processes,
+        "moments": 2 * (trained + critic_trained) * 4 / processes,
         "reference": policy * width / processes if kl and not lora_rank else 0,
         "critic": critic_weights * width / processes,
         "activations": kept,
-        # the larger of two moments: at the logits, where no gradient is but the output matrix's; or in the layers, where all come
-        "gradients": max(outputs + head, recomputed + gradients),
+        "gradients": gradients + max(outputs + head, recomputed),  # those of earlier micro-batches, at the logits or in a layer
         # what is gathered of split weights: the first and last matrices, two layers, and a layer's gradients
         "gathered": 0 if processes == 1 else
         (2 * part["layer"] + part["embedding"] + part["head"]) * width + (0 if lora_rank else part["layer"] * width),
@@ -119,7 +123,7 @@ def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, proc
     cache = 2 * layers * shape["kv_heads"] * shape["head_dim"] * width * engine_tokens
     engine = cache + (policy * width if engine_tokens and processes == 1 else 0)
     sizes = {name: size / GIB for name, size in sizes.items()} | {"engine": engine / GIB}
-    resting = sum(sizes[name] for name in ("weights", "moments", "reference", "critic", "copy"))
+    resting = sum(sizes[name] for name in ("weights", "masters", "moments", "reference", "critic", "copy"))
     return sizes | {"training": sum(sizes.values()) - sizes["engine"], "sampling": resting + sizes["engine"]}
 
 

@@ -126,6 +126,8 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
                                     in load_file(folder / "adapter_model.safetensors").items()})
     else:
         ranks.fill(learner.policy, load_policy(folder, learner.policy.dtype, learner.args.trust_remote_code)[0].state_dict())
+    if learner.critic is not None:
+        ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
     state = json.loads((folder / "state.json").read_text())
     for name, optimizer in learner.optimizers().items():
         moments = {}
@@ -138,8 +140,6 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     learner.schedule._last_lr = learner.schedule.get_lr()
     for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
         group["lr"] = lr
-    if learner.critic is not None:
-        ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
     for name, memory in memories.items():
         if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
             print(f"note: {folder} is older than the state of {name!r}, which begins anew")

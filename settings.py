@@ -61,7 +61,7 @@ class Args:
     """tiny (about 1 M parameters, warm-started by imitating a weak player), tiny-vlm (the same with eyes, for --env-options view
     image), smollm2 (SmolLM2-135M-Instruct from a pip package), a Hugging Face folder or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the weights."""
+    """Data type of the weights. bfloat16: AdamW steps on float32 masters of what is trained and rounds the weights from them."""
     trust_remote_code: bool = False
     """Let the model run Python code that it brings, with all your rights; only for one whose code you have read."""
     lora_rank: int = 0

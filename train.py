@@ -44,8 +44,8 @@ from rollout import context_length_of, engine_kind, make_engine
 from runs import Clock, Interrupt, NoLog, RunLog, drift_record, episode_record, load_checkpoint, replay_record, save_checkpoint
 from samplers import Direct, Job, Samplers
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
-from update import (CRITIC_METRICS, POLICY_METRICS, Learner, add_advantages, has_signal, learning_rate_factor, merged,
-                    objective_of, score, shuffle_rewards, td_errors, token_log_ratios, update)
+from update import (CRITIC_METRICS, POLICY_METRICS, Learner, MasterAdamW, add_advantages, has_signal, learning_rate_factor,
+                    merged, objective_of, score, shuffle_rewards, td_errors, token_log_ratios, update)
 from watch import Watch
 
 
@@ -67,7 +67,7 @@ def make_learner(args: Args, policy, image_processor=None) -> Learner:
 
     def prepared(module, lr):
         trained = [parameter for parameter in placed(module).parameters() if parameter.requires_grad]
-        return module, torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        return module, MasterAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     reference = None
     if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters

@@ -460,7 +460,7 @@ NARROW = dict(hidden=128, intermediate=1536, layers=4, heads=4, kv_heads=2, head
     (NARROW, {"gradient_checkpointing": True}), (NARROW, {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": True})],
     ids=lambda value: "-".join(map(str, value)) if "hidden" not in value else "narrow" if value["tied"] else "wide")
 def test_memory_is_what_torch_allocates(shape, flags):
-    rows, length = 4, 512  # half of the tokens are sampled, as many as a chunk of logits
+    rows, length = 4, 512  # of each of two micro-batches; half of the tokens are sampled, as many as a chunk of logits
     config = LlamaConfig(vocab_size=shape["vocabulary"], hidden_size=shape["hidden"], intermediate_size=shape["intermediate"],
                          num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"], head_dim=shape["head_dim"],
                          num_key_value_heads=shape["kv_heads"], tie_word_embeddings=shape["tied"])
@@ -471,7 +471,7 @@ def test_memory_is_what_torch_allocates(shape, flags):
         part["layer"] * shape["layers"] + part["embedding"] + part["head"] + shape["hidden"]
     learner = make_learner(Args(max_turns=1, max_new_tokens=length, micro_batch_tokens=rows * length, **flags), policy)
     rng = np.random.default_rng(0)
-    episodes = [make_episode(tokens=rng.integers(0, shape["vocabulary"], length)) for _ in range(rows)]
+    episodes = [make_episode(tokens=rng.integers(0, shape["vocabulary"], length)) for _ in range(2 * rows)]
     for episode in episodes:
         episode.values = np.zeros(length, np.float32)
     update(learner, episodes)  # makes the moments
@@ -485,7 +485,7 @@ def test_memory_is_what_torch_allocates(shape, flags):
                            dtype=flags.get("dtype", "float32"), lora_rank=flags.get("lora_rank", 0),
                            gradient_checkpointing="gradient_checkpointing" in flags, kl="kl_coef" in flags,
                            critic="algo" in flags)
-    assert 0.93 < said["training"] * fits.GIB / peak.peak < 1.1
+    assert 0.93 < said["training"] * fits.GIB / peak.peak < 1.07
 
 
 def test_sizes_of_published_models():

@@ -25,6 +25,8 @@ import samplers
 import train as train_module
 import update as update_module
 import watch
+from safetensors.torch import load_file
+
 from benchmarks.bench_faults import KINDS, SETUPS, differences, killed_run
 from envs import MissingData
 from settings import Args, parse_args
@@ -234,6 +236,17 @@ def test_old_weights_that_are_sampled_from_survive(tmp_path, flags):
     start(tmp_path, "whole", flags, "--iterations", 4, "--sync-every", 8)
     run = without_last(tmp_path / "whole", tmp_path, name="parts")
     assert (durable.checkpoints(run)[-1] / "sampled.safetensors").exists()
+    resume(run)
+    assert not differences(tmp_path / "whole", run)
+
+
+def test_float32_masters_of_bfloat16_weights_survive(tmp_path, flags):
+    """At 1e-6 two steps change next to no weight in bfloat16, and what a resumed run lost would be the whole of them."""
+    start(tmp_path, "whole", flags, "--iterations", 4, "--dtype", "bfloat16", "--algo", "ppo", "--lr", 1e-6, "--critic-lr", 1e-6)
+    run = without_last(tmp_path / "whole", tmp_path, name="parts")
+    saved = load_file(durable.checkpoints(run)[-1] / "policy_optimizer.safetensors")
+    weights = load_file(durable.checkpoints(run)[-1] / "model.safetensors").values()
+    assert sum(".master" in name for name in saved) == len(weights) > 0
     resume(run)
     assert not differences(tmp_path / "whole", run)
 

@@ -11,8 +11,8 @@ from models import Chat, load_policy
 from rollout import HFEngine, collect
 from settings import Args
 from train import make_learner
-from update import (add_advantages, gradients, objective_of, padded, per_token, replay_advantages, score, td_errors, token_rewards,
-                    update, value_targets)
+from update import (MasterAdamW, add_advantages, gradients, objective_of, padded, per_token, replay_advantages, score, td_errors,
+                    token_rewards, update, value_targets)
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +247,74 @@ def test_imitation_counts_a_success_with_a_format_slip(tiny_folder, episodes):
     success = replace(episodes[0], score=1.0, reward=0.85, info=episodes[0].info | {"success": True})
     learner = learner_of(tiny_folder, episodes, algo="sft_positive")
     assert update(learner, [success])["grad_norm"] > 0
+
+
+# ------------------------------------------------------------------------------------------- float32 masters of bfloat16
+
+
+def stepped(kind, parameters, steps=50, lr=1e-6):
+    """The optimiser after steps on gradients of 1: each is lr long."""
+    optimizer = kind(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def test_steps_below_what_bfloat16_tells_apart_add_up():
+    """0.02 is 0.02001953125 in bfloat16, whose neighbours there are 2**-13 = 1.2e-4 away."""
+    plain, kept = (torch.nn.Parameter(torch.full((3,), 0.02, dtype=torch.bfloat16)) for _ in range(2))
+    exact = torch.nn.Parameter(plain.detach().float())
+    stepped(torch.optim.AdamW, [plain])
+    stepped(torch.optim.AdamW, [exact])
+    optimizer = stepped(MasterAdamW, [kept])
+    assert plain.tolist() == [0.02001953125] * 3
+    (_, master), = optimizer.rounded()
+    assert torch.equal(master, exact) and abs(float(exact.detach()[0]) - (0.02001953125 - 50e-6)) < 1e-7
+    assert kept.grad is None and master.grad is None
+    optimizer = stepped(MasterAdamW, [kept], lr=2e-6)  # a further 1e-4 from there: a new optimiser begins at the rounded weights
+    assert kept.tolist() == [0.02001953125 - 2**-13] * 3 and torch.equal(kept, optimizer.rounded()[0][1].bfloat16())
+
+
+def test_float32_parameters_are_their_own_masters_also_beside_others():
+    whole, other, short = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in
+                           (torch.float32, torch.float32, torch.bfloat16))
+    optimizer = stepped(MasterAdamW, [whole, short], lr=1e-3)
+    stepped(torch.optim.AdamW, [other], lr=1e-3)
+    assert torch.equal(whole, other) and optimizer.param_groups[0]["params"][0] is whole
+    assert [parameter is short for parameter, _ in optimizer.rounded()] == [True]
+
+
+def test_a_saved_master_goes_on_and_a_missing_one_begins_as_its_parameter():
+    first, second, third = (torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3))
+    before = stepped(MasterAdamW, [first])
+    entry = before.state_dict()["state"][0]
+    after, older = MasterAdamW([second], lr=1e-6), MasterAdamW([third], lr=1e-6)
+    for parameter in (second, third):
+        parameter.data.copy_(first)
+    groups = before.state_dict()["param_groups"]
+    after.load_state_dict({"state": {0: {key: value.clone() for key, value in entry.items()}}, "param_groups": groups})
+    older.load_state_dict({"state": {0: {key: value.clone() for key, value in entry.items() if key != "master"}},
+                           "param_groups": groups})
+    assert torch.equal(after.rounded()[0][1], before.rounded()[0][1]) and not torch.equal(before.rounded()[0][1], first.float())
+    assert torch.equal(older.rounded()[0][1], third.float())
+    for optimizer, parameter in ((before, first), (after, second)):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert torch.equal(after.rounded()[0][1], before.rounded()[0][1])
+
+
+@pytest.mark.parametrize("flags", [dict(algo="ppo"), dict(algo="grpo")], ids=lambda flags: flags["algo"])
+def test_a_bfloat16_policy_follows_its_masters(tiny_folder, episodes, flags):
+    policy = load_policy(tiny_folder, torch.bfloat16)[0]
+    learner = make_learner(Args(dtype="bfloat16", lr=1e-6, critic_lr=1e-6, warmup_steps=0, **flags), policy)
+    add_advantages(learner, episodes)
+    start = [master.detach().clone() for _, master in learner.optimizer.rounded()]
+    for _ in range(2):
+        assert update(learner, episodes)["steps"] == 1
+    for optimizer in learner.optimizers().values():
+        assert all(torch.equal(parameter, master.bfloat16()) for parameter, master in optimizer.rounded())
+    moved = torch.cat([(master - before).abs().flatten() for before, (_, master) in zip(start, learner.optimizer.rounded())])
+    assert 1e-6 < moved.max() < 2.2e-6 and (moved > 0).double().mean() > 0.5
