@@ -407,7 +407,8 @@ class VLLMServer:
         """Take back the adapter and the files; the server runs on."""
         if self.session is not None:
             try:
-                self.drop_adapter()
+                if ranks.first():  # which sent it
+                    self.drop_adapter()
             finally:
                 self.session.close()
                 self.session = None

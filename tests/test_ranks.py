@@ -9,6 +9,7 @@ import sys
 import weakref
 
 import numpy as np
+from unittest.mock import Mock
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -35,6 +36,7 @@ from update import gradients, update
 FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
 
 
+from vllm_engine import VLLMServer
 def make_episode(tokens=range(6, 12), advantage=1.0, group_id=0, policy_step=0) -> Episode:
     """The second half is sampled."""
     tokens = np.array(tokens)
@@ -182,6 +184,18 @@ def test_shares_cover_everything_once(monkeypatch):
     for processes in (1, 2, 3, 8):
         monkeypatch.setattr(ranks, "world", lambda: processes)
         for count in (8, 9, 64, 67):
+def test_only_the_process_that_sent_an_adapter_takes_it_back(monkeypatch):
+    asked = []
+    for place in (0, 1):
+        monkeypatch.setattr(ranks, "rank", lambda: place)
+        server = object.__new__(VLLMServer)
+        server.model, server.base, server.session, server.folder = "adapter", "base", Mock(), Mock()
+        server.ask = lambda path, *_, **__: asked.append((place, path))
+        server.close()
+        server.close()
+    assert asked == [(0, "/v1/unload_lora_adapter")]
+
+
             parts = []
             for place in range(processes):
                 monkeypatch.setattr(ranks, "rank", lambda: place)
