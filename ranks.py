@@ -157,11 +157,13 @@ def barrier():
 # ---------------------------------------------------------------------------------------------------------- shares
 
 
-def share(count: int) -> slice:
-    """This rank's part of `count` things in order; where they do not divide, the first ranks take one more."""
+def share(count: int, turn: int = 0) -> slice:
+    """This rank's part of `count` things in order; where they do not divide, some ranks take one more: in turn 0 the first ones,
+    in each turn those after the last."""
     each, more = divmod(count, world())
-    start = rank() * each + min(rank(), more)
-    return slice(start, start + each + (rank() < more))
+    extra = [(place - turn * more) % world() < more for place in range(world())]
+    start = rank() * each + sum(extra[:rank()])
+    return slice(start, start + each + extra[rank()])
 
 
 def seed(seed: int) -> int | list[int]:

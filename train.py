@@ -181,11 +181,11 @@ def main(args: Args) -> dict:
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
-    n, mine = args.problems_per_iteration, ranks.share(args.problems_per_iteration)
+    n = args.problems_per_iteration
 
     def job(number):
         """What is played as iteration `number`, by samplers beside the training: as batch `number`."""
-        asked, groups = memories["problems"].select(n, number), np.arange(n) + number * n
+        asked, groups, mine = memories["problems"].select(n, number), np.arange(n) + number * n, ranks.share(n, number)
         seeds_NG = rng_of(args, "sampling", number).integers(2**31, size=(n, args.group_size))  # whatever the number of ranks
         return Job(number, asked, groups, train_problems[asked[mine]].repeat(args.group_size),
                    groups[mine].repeat(args.group_size), seeds_NG[mine].ravel())
@@ -358,7 +358,7 @@ def main(args: Args) -> dict:
                 **under("time", clock.metrics(sum(row["tokens"] for row in played), beside_s.get("busy")))}
             shown = ranks.joined([
                 episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
-                in enumerate(zip(episodes, transcripts), ranks.share(n).start * args.group_size)
+                in enumerate(zip(episodes, transcripts), ranks.share(n, iteration).start * args.group_size)
                 if place < args.transcripts or episode.info["env_error"]])
             if replayed:
                 shown += [episode_record(chat, iteration, *row, kind="replay") for row in zip(

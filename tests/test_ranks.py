@@ -208,6 +208,22 @@ def test_only_the_process_that_sent_an_adapter_takes_it_back(monkeypatch):
 def test_resharding_keeps_every_entry(before, after):
     """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks."""
     shards = []
+def test_problems_that_do_not_divide_go_to_each_process_in_turn(monkeypatch):
+    """Whole iterations in the order of the ranks, and over several of them as many for each: none stores or trains on more."""
+    for processes, count in ((2, 5), (8, 9), (8, 14), (3, 8), (4, 8)):
+        monkeypatch.setattr(ranks, "world", lambda: processes)
+        had = [0] * processes
+        for turn in range(1, 1 + processes):
+            parts = []
+            for place in range(processes):
+                monkeypatch.setattr(ranks, "rank", lambda: place)
+                mine = list(range(count))[ranks.share(count, turn)]
+                assert len(mine) in (count // processes, -(-count // processes))
+                parts, had[place] = parts + mine, had[place] + len(mine)
+            assert parts == list(range(count))
+        assert had == [count] * processes
+
+
     for rank in range(before):
         shard = ReplayBuffer(40, tau=7.0, seed=rank)
         for step in range(3):
