@@ -57,6 +57,8 @@ def start() -> Accelerator:
             raise ValueError(f"{name.lower()} in the accelerate config must be {wanted}: {why}")
     accelerator = Accelerator(cpu=on_cpu)
     if accelerator.num_processes != promised:
+                              ("FSDP_RESHARD_AFTER_FORWARD", "true", "weights that stay gathered after a pass without gradient "
+                               "would miss the next step"),
         raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
                          "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
     return accelerator

@@ -292,6 +292,9 @@ def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_ACTIVATION_CHECKPOINTING="true")
 
 
+    with pytest.raises(ValueError, match="fsdp_reshard_after_forward in the accelerate config must be true"):
+        started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
+    monkeypatch.delenv("FSDP_RESHARD_AFTER_FORWARD")
 def zero3_environment(**keys) -> dict:
     """What `accelerate launch` gives to the processes of configs/accelerate/zero3.yaml, read by its own code; it starts none
     without the deepspeed package."""
