@@ -5,17 +5,22 @@ numbers of all ranks is decided from gathered ones, so that every rank decides a
 """
 import os
 import sys
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from models import Critic
+
 BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
+PATIENCE = timedelta(hours=2)  # of ranks for one that samples longer or writes a checkpoint; the launcher sees one that died
 
 
 def world() -> int:
@@ -52,13 +57,13 @@ def start() -> Accelerator:
         zero3_by_fsdp2()
     for name, wanted, why in (("FSDP_VERSION", "2", "the older one is not supported"),
                               ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "every process reads the weights itself"),
+                              ("FSDP_RESHARD_AFTER_FORWARD", "true", "weights that stay gathered after a pass without gradient "
+                               "would miss the next step"),
                               ("FSDP_ACTIVATION_CHECKPOINTING", "false", "use --gradient-checkpointing")):
         if option("ACCELERATE_USE_FSDP") and os.environ.get(name, wanted).lower() != wanted:
             raise ValueError(f"{name.lower()} in the accelerate config must be {wanted}: {why}")
-    accelerator = Accelerator(cpu=on_cpu)
+    accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
     if accelerator.num_processes != promised:
-                              ("FSDP_RESHARD_AFTER_FORWARD", "true", "weights that stay gathered after a pass without gradient "
-                               "would miss the next step"),
         raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
                          "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
     return accelerator
@@ -229,8 +234,11 @@ def shard(module, device):
     options = {"mesh": mesh, "reshard_after_forward": True}
     if option("FSDP_OFFLOAD_PARAMS"):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
-        fully_shard(layer, **options)
+    parts = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if isinstance(module, Critic):
+        parts.append(module.head)  # float32 whatever the rest is, and what is gathered together has one data type
+    for part in parts:
+        fully_shard(part, **options)
     fully_shard(module, **options)
     for part in module.modules():
         if isinstance(part, FSDPModule):

@@ -417,6 +417,94 @@ def test_sharded_weights_give_the_same_run(tmp_path, quick_flags, flags):
 def test_zero3_is_fsdp2(tmp_path, quick_flags):
     """The same numbers from zero3.yaml as from fsdp2.yaml, also with what is split in the CPU's memory."""
     flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path]
+SPLIT = """
+import sys
+import numpy as np, torch
+import torch.distributed as dist
+import ranks
+from models import load_policy
+from settings import Args
+from test_ranks import make_episode
+from train import make_learner
+from update import update
+from watch import NotFinite, require_finite
+
+for lora_rank in (0, 4):
+    learner = make_learner(Args(algo="ppo", dtype="bfloat16", lora_rank=lora_rank), load_policy(sys.argv[1], torch.bfloat16)[0])
+    episodes = [make_episode(group_id=ranks.rank())]
+    for episode in episodes:
+        episode.values = np.zeros(len(episode.tokens), np.float32)
+    metrics = update(learner, episodes)
+    assert metrics["steps"] == 1 and metrics["critic_grad_norm"] > 0, metrics
+    assert {str(parameter.dtype) for parameter in learner.critic.head.parameters()} == {"torch.float32"}
+groups = [dist.group.WORLD, learner.critic.head.weight.device_mesh.get_group()]
+assert [group._get_backend(torch.device("cpu")).options._timeout for group in groups] == [ranks.PATIENCE] * 2
+if ranks.rank() == 1:  # while the other one has nothing to say
+    try:
+        require_finite("values", torch.full((1, 4), torch.nan), episodes, learner.policy, learner.critic)
+    except NotFinite as error:
+        print("found:", error, flush=True)
+ranks.barrier()
+ranks.close()
+"""
+
+
+@pytest.mark.slow
+def test_split_weights_of_two_data_types_and_what_one_process_finds(tmp_path, tiny_folder):
+    """The critic's float32 head beside a body in bfloat16; NaN of one rank; how long all wait for one."""
+    (tmp_path / "split.py").write_text(SPLIT)
+    done = torchrun(tiny_folder, script=tmp_path / "split.py", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2",
+                    PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert "found: not finite: values (NaN) of 1 of 1 episodes" in done.stdout
+
+
+class Started:
+    """A run of two processes in the background, once it has done an iteration."""
+
+    def __init__(self, folder, *flags):
+        self.run, self.log = folder / "x", folder / "log"
+        with open(self.log, "w") as log:
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+                 "train.py", *map(str, flags), "--runs-dir", str(folder), "--name", "x", "--checkpoint-every", "0",
+                 "--iterations", "500"],
+                stdout=log, stderr=log, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        end = time.time() + 400
+        while not (self.run / "metrics.jsonl").exists():
+            assert self.launcher.poll() is None and time.time() < end, self.log.read_text()
+            time.sleep(0.2)
+        self.workers = [process.pid for process in psutil.Process(self.launcher.pid).children()]
+        assert len(self.workers) == 2
+
+    def ended(self):
+        assert self.launcher.wait(200) != 0
+        assert not any(map(psutil.pid_exists, self.workers))
+        return self.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_leaves_a_whole_checkpoint_that_goes_on(tmp_path, quick_flags):
+    """As a scheduler sends it; the launcher passes it on, so that it comes twice."""
+    run = Started(tmp_path, *quick_flags)
+    for pid in (*run.workers, run.launcher.pid):
+        os.kill(pid, signal.SIGTERM)
+    told, done = run.ended(), metrics_of(run.run)[-1]["iteration"]
+    assert told.count("SIGTERM: the run ends after this iteration") == 2
+    assert f"ended after iteration {done} of 500, with a checkpoint" in told
+    state = json.loads((durable.checkpoints(run.run)[-1] / "state.json").read_text())
+    assert state["iteration"] == done
+    torchrun("--resume", run.run, "--iterations", done + 1)
+    assert [row["iteration"] for row in metrics_of(run.run)] == list(range(1, done + 2))
+
+
+@pytest.mark.slow
+def test_a_dead_process_ends_the_run(tmp_path, quick_flags):
+    """However patient the others are with a slow one."""
+    run = Started(tmp_path, *quick_flags)
+    os.kill(run.workers[1], signal.SIGKILL)
+    assert "SIGKILL" in run.ended()
+
+
     accelerate(*flags, "--name", "fsdp2")
     done = torchrun(*flags, "--name", "zero3", **zero3_environment())
     assert done.stdout.count("ZeRO-3 is carried out by torch's FSDP2") == 1 and "processes: 2" in done.stdout
