@@ -157,7 +157,9 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
 
 class Interrupt:
     """While it is entered, Ctrl-C or SIGTERM asks the run to end after its iteration, with a checkpoint: `signal` is its number
-    (0: none came) and `also` is called. A second one ends the run at once."""
+    (0: none came) and `also` is called. A second one ends the run at once; of several processes only one that comes REPEATED
+    seconds later, since a launcher passes on to each what a scheduler has sent to all."""
+    REPEATED = 10.0
 
     def __init__(self, also):
         self.signal, self.also, self.before = 0, also, {}
@@ -173,9 +175,16 @@ class Interrupt:
             signal.signal(number, handler)
 
     def came(self, number, _):
-        self.signal = number
-        self.__exit__()
-        told = f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; once more ends it at once\n"
+        if self.signal:
+            if time.monotonic() - self.at > self.REPEATED:
+                self.__exit__()
+                signal.raise_signal(number)
+            return
+        self.signal, self.at, again = number, time.monotonic(), f"another {self.REPEATED:g} s later"
+        if ranks.world() == 1:
+            self.__exit__()
+            again = "once more"
+        told = f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; {again} ends it at once\n"
         os.write(sys.__stderr__.fileno(), told.encode())  # a print may be what was interrupted
         self.also()
 

@@ -3,13 +3,16 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
-from unittest.mock import Mock
+import psutil
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
@@ -22,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import durable
 import fits
 import losses
 import ranks
@@ -32,11 +36,11 @@ from rollout import engine_kind
 from settings import Args
 from train import make_learner
 from update import gradients, update
+from vllm_engine import VLLMServer
 
 FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
 
 
-from vllm_engine import VLLMServer
 def make_episode(tokens=range(6, 12), advantage=1.0, group_id=0, policy_step=0) -> Episode:
     """The second half is sampled."""
     tokens = np.array(tokens)
@@ -180,10 +184,6 @@ def test_a_whole_copy_of_split_weights_takes_them_one_at_a_time(tiny_folder, mon
     assert all(torch.equal(ours + 1, theirs) for ours, theirs in zip(policy.parameters(), sampled.parameters(), strict=True))
 
 
-def test_shares_cover_everything_once(monkeypatch):
-    for processes in (1, 2, 3, 8):
-        monkeypatch.setattr(ranks, "world", lambda: processes)
-        for count in (8, 9, 64, 67):
 def test_only_the_process_that_sent_an_adapter_takes_it_back(monkeypatch):
     asked = []
     for place in (0, 1):
@@ -196,6 +196,10 @@ def test_only_the_process_that_sent_an_adapter_takes_it_back(monkeypatch):
     assert asked == [(0, "/v1/unload_lora_adapter")]
 
 
+def test_shares_cover_everything_once(monkeypatch):
+    for processes in (1, 2, 3, 8):
+        monkeypatch.setattr(ranks, "world", lambda: processes)
+        for count in (8, 9, 64, 67):
             parts = []
             for place in range(processes):
                 monkeypatch.setattr(ranks, "rank", lambda: place)
@@ -204,10 +208,6 @@ def test_only_the_process_that_sent_an_adapter_takes_it_back(monkeypatch):
             assert parts == list(range(count))
 
 
-@pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (1, 2), (2, 5)])
-def test_resharding_keeps_every_entry(before, after):
-    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks."""
-    shards = []
 def test_problems_that_do_not_divide_go_to_each_process_in_turn(monkeypatch):
     """Whole iterations in the order of the ranks, and over several of them as many for each: none stores or trains on more."""
     for processes, count in ((2, 5), (8, 9), (8, 14), (3, 8), (4, 8)):
@@ -224,6 +224,10 @@ def test_problems_that_do_not_divide_go_to_each_process_in_turn(monkeypatch):
         assert had == [count] * processes
 
 
+@pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (1, 2), (2, 5)])
+def test_resharding_keeps_every_entry(before, after):
+    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks."""
+    shards = []
     for rank in range(before):
         shard = ReplayBuffer(40, tau=7.0, seed=rank)
         for step in range(3):
@@ -288,13 +292,13 @@ def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ValueError, match="fsdp_version"):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
+    with pytest.raises(ValueError, match="fsdp_reshard_after_forward in the accelerate config must be true"):
+        started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
+    monkeypatch.delenv("FSDP_RESHARD_AFTER_FORWARD")
     with pytest.raises(ValueError, match="gradient-checkpointing"):
         started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_ACTIVATION_CHECKPOINTING="true")
 
 
-    with pytest.raises(ValueError, match="fsdp_reshard_after_forward in the accelerate config must be true"):
-        started(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
-    monkeypatch.delenv("FSDP_RESHARD_AFTER_FORWARD")
 def zero3_environment(**keys) -> dict:
     """What `accelerate launch` gives to the processes of configs/accelerate/zero3.yaml, read by its own code; it starts none
     without the deepspeed package."""
@@ -413,10 +417,6 @@ def test_sharded_weights_give_the_same_run(tmp_path, quick_flags, flags):
     agree(tmp_path / "one", tmp_path / "two", tolerance=1e-4, but=("buffer/",))
 
 
-@pytest.mark.slow
-def test_zero3_is_fsdp2(tmp_path, quick_flags):
-    """The same numbers from zero3.yaml as from fsdp2.yaml, also with what is split in the CPU's memory."""
-    flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path]
 SPLIT = """
 import sys
 import numpy as np, torch
@@ -505,6 +505,10 @@ def test_a_dead_process_ends_the_run(tmp_path, quick_flags):
     assert "SIGKILL" in run.ended()
 
 
+@pytest.mark.slow
+def test_zero3_is_fsdp2(tmp_path, quick_flags):
+    """The same numbers from zero3.yaml as from fsdp2.yaml, also with what is split in the CPU's memory."""
+    flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path]
     accelerate(*flags, "--name", "fsdp2")
     done = torchrun(*flags, "--name", "zero3", **zero3_environment())
     assert done.stdout.count("ZeRO-3 is carried out by torch's FSDP2") == 1 and "processes: 2" in done.stdout

@@ -315,6 +315,20 @@ def test_a_second_signal_acts_at_once(capfd, ctrl_c):
             time.sleep(1)
 
 
+def test_of_several_processes_a_repeated_signal_is_the_launchers(monkeypatch, capfd, ctrl_c):
+    """A scheduler signals all processes, and the launcher among them passes it on."""
+    monkeypatch.setattr(runs.ranks, "world", lambda: 2)
+    with runs.Interrupt(lambda: None) as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        assert stop.signal == signal.SIGINT and capfd.readouterr().err.count("another 10 s later ends it at once") == 1
+        stop.at -= stop.REPEATED + 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
 def test_an_adapter_does_not_need_the_cache_that_it_began_from(tmp_path, quick_flags, tiny_folder):
     more, flags = ("--lora-rank", 2, "--kl-coef", 0.01, "--iterations", 2, "--checkpoint-every", 1), quick_flags
     cache = tmp_path / "cache"
