@@ -506,6 +506,29 @@ def test_a_dead_process_ends_the_run(tmp_path, quick_flags):
 
 
 @pytest.mark.slow
+def test_masters_of_sharded_bfloat16_weights_are_whole_in_a_checkpoint(tmp_path, quick_flags):
+    """They go on with one process, whose weights are again their rounding."""
+    run = tmp_path / "two"
+    accelerate(*quick_flags, *UNEVEN, "--runs-dir", tmp_path, "--name", "two", "--dtype", "bfloat16", "--lr", "1e-6", "--iterations", 2)
+    before = masters_of(run)
+    train("--resume", run, "--iterations", 3)
+    after = masters_of(run)
+    assert 0 < max(float((after[name] - before[name]).abs().max()) for name in before) < 1e-5
+    accelerate("--resume", run, "--iterations", 4)
+    assert metrics_of(run)[-1]["iteration"] == 4 and masters_of(run).keys() == before.keys()
+
+
+def masters_of(run) -> dict:
+    """Float32 masters of the last checkpoint, after a look at whether its weights are their rounding."""
+    folder = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name[5:]))
+    masters = {name: tensor for name, tensor in load_file(folder / "policy_optimizer.safetensors").items() if "master" in name}
+    weights = load_file(folder / "model.safetensors").values()
+    assert sorted(tensor.double().sum().item() for tensor in weights) == \
+        sorted(tensor.bfloat16().double().sum().item() for tensor in masters.values())
+    return masters
+
+
+@pytest.mark.slow
 def test_zero3_is_fsdp2(tmp_path, quick_flags):
     """The same numbers from zero3.yaml as from fsdp2.yaml, also with what is split in the CPU's memory."""
     flags = [*quick_flags, *UNEVEN, "--runs-dir", tmp_path]
