@@ -269,8 +269,8 @@ class ReplayBuffer:
     """Past episodes, drawn by priority and age; `sample` defines the draws and the importance weights.
 
     capacity         entries kept, the best ones by `eviction`; an entry is an episode or a whole prompt group (`unit`)
-    sampler          prioritized | uniform | newest | never_used_first | positive_bias (arXiv 2604.08706: the freshest
-                     (1-delta)·N entries and the freshest delta·N correct ones outside them, delta = positive_fraction;
+    sampler          prioritized | uniform | newest | never_used_first | positive_bias (arXiv 2604.08706: the last
+                     (1-delta)·N entries and the last delta·N correct ones before them, delta = positive_fraction;
                      with fewer correct ones the buffer is smaller). All but prioritized: weights of 1, no repeats.
     priority         reward |score|+eps | advantage mean |A| over action tokens+eps | td_error (given to `add`) |
                      group_std of the scores of the group+eps | uniform 1
@@ -278,7 +278,7 @@ class ReplayBuffer:
                      The half-life of the sampling weight is tau · ln 2 / alpha.
     beta, beta_end, beta_steps    importance exponent, annealed linearly over beta_steps draws (None: it stays at beta)
     insert_priority  base | max: the largest real base of the live entries, until the first draw (Schaul et al., 2016)
-    eviction         fifo: the oldest birthday leaves | lowest_priority: the lowest p · exp(-age/tau), then oldest id
+    eviction         fifo: what came in first leaves | lowest_priority: the lowest p · exp(-age/tau), then oldest id
     draw             systematic (no repeats) | stratified | iid
     is_includes_age  see `sample`
     max_age          older entries are dropped and counted
@@ -483,19 +483,20 @@ class ReplayBuffer:
     def _beyond_capacity(self) -> np.ndarray:
         """The entries to evict: the same ones whether they came in one call or in many."""
         excess = len(self) - self.capacity
-        # ALGO LOGIC: who leaves
+        # ALGO LOGIC: who leaves. By arrival, not by birthday: from samplers beside the training long episodes come late and old,
+        # and would leave unseen
         if self.sampler == "positive_bias":
             slots = self._live()
-            older = np.setdiff1d(slots, self._newest(self.capacity - self.positive_capacity))
+            older = self._lowest(slots, self.id[slots], len(slots) - (self.capacity - self.positive_capacity))
             wrong, correct = older[~self.correct[older]], older[self.correct[older]]
-            surplus = self._lowest(correct, self.birthday[correct], len(correct) - self.positive_capacity)
+            surplus = self._lowest(correct, self.id[correct], len(correct) - self.positive_capacity)
             return np.concatenate([wrong, surplus])
         if excess <= 0:
             return np.zeros(0, np.int64)
         slots = self._live()
-        keys = self.birthday[slots]
+        keys = self.id[slots]
         if self.eviction == "lowest_priority":
-            keys = self.log_base[slots] + (keys - keys.max()) / self.tau
+            keys = self.log_base[slots] + (self.birthday[slots] - self.birthday[slots].max()) / self.tau
         return self._lowest(slots, keys, excess)
 
     def _expired(self, step: int) -> np.ndarray:

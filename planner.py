@@ -126,32 +126,40 @@ def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
     return mu, told
 
 
-def fitted_alpha(ages_N: np.ndarray, ratios_N: np.ndarray) -> tuple[float, float]:
+def fitted_alpha(ages_N: np.ndarray, squares_N: np.ndarray, iterations_N: np.ndarray) -> tuple[float, float]:
     """(alpha, standard error): half the slope of log E[ratio^2 | age] over log age, ages from 1 on, least squares weighted by
-    the number of draws; the error is the spread over 200 resamplings of the draws."""
-    def slope(ages_N, ratios_N):
-        age_K, place_N = np.unique(ages_N, return_inverse=True)
-        count_K = np.bincount(place_N)
-        moment_K = np.bincount(place_N, ratios_N**2) / count_K
-        return np.polyfit(np.log(age_K), np.log(moment_K), 1, w=np.sqrt(count_K))[0] / 2 if len(age_K) > 1 else math.nan
+    the number of draws; the error is the spread over 200 resamplings of whole iterations, whose draws hang together."""
+    age_K, place_N = np.unique(ages_N, return_inverse=True)
+    line_L, line_N = np.unique(iterations_N, return_inverse=True)
+    count_LK, total_LK = np.zeros((2, len(line_L), len(age_K)))
+    np.add.at(count_LK, (line_N, place_N), 1)
+    np.add.at(total_LK, (line_N, place_N), squares_N)
+
+    def slope(times_L):
+        count_K, total_K = times_L @ count_LK, times_L @ total_LK
+        seen = count_K > 0
+        return np.polyfit(np.log(age_K[seen]), np.log(total_K[seen] / count_K[seen]), 1, w=np.sqrt(count_K[seen]))[0] / 2 \
+            if seen.sum() > 1 else math.nan
 
     rng = np.random.default_rng(0)
-    drawn = [rng.integers(len(ages_N), size=len(ages_N)) for _ in range(200)]
-    return slope(ages_N, ratios_N), float(np.nanstd([slope(ages_N[rows], ratios_N[rows]) for rows in drawn]))
+    drawn = rng.multinomial(len(line_L), np.full(len(line_L), 1 / len(line_L)), size=200)
+    return slope(np.ones(len(line_L))), float(np.nanstd([slope(times_L) for times_L in drawn]))
 
 
 def measured_alpha(records: list[dict]) -> tuple[float, list[str]]:
     """alpha from the ages and ratios of the replayed episodes, and what to know of it."""
-    rows = [(age, ratio) for record in records for age, ratio in zip(record["drawn"]["age"], record["drawn"]["ratio"])
-            if age >= 1 and ratio is not None]
-    ages_N, ratios_N = np.array(rows, float).reshape(-1, 2).T
+    if any("ratio_square" not in record["drawn"] for record in records):
+        fail("alpha: the run's replay.jsonl was written before it held the squares of ratios: give --alpha")
+    rows = [(age, square, record["iteration"]) for record in records
+            for age, square in zip(record["drawn"]["age"], record["drawn"]["ratio_square"]) if age >= 1 and square is not None]
+    ages_N, squares_N, iterations_N = np.array(rows, float).reshape(-1, 3).T
     if len(rows) < FEWEST_DRAWS or len(set(ages_N)) < 3:
         fail(f"alpha: replay.jsonl holds {len(rows)} replayed episodes with a signal, of {len(set(ages_N))} ages from 1 on; "
              f"{FEWEST_DRAWS} of 3 ages are needed: give --alpha")
-    alpha, error = fitted_alpha(ages_N, ratios_N)
-    told = [f"alpha {alpha:.3f} (standard error {error:.3f}): how the mean square of an episode's ratio current/behaviour grows "
-            f"with its age, over {len(rows)} replayed episodes aged 1 to {ages_N.max():.0f}. The ratio stands for the noise of "
-            "the gradient, which a run does not record: clipping and the base priority's choice of episodes are left out"]
+    alpha, error = fitted_alpha(ages_N, squares_N, iterations_N)
+    told = [f"alpha {alpha:.3f} (standard error {error:.3f}): how the mean square of a token's ratio current/behaviour grows "
+            f"with its episode's age, over {len(rows)} replayed episodes aged 1 to {ages_N.max():.0f}. The ratio stands for the "
+            "noise of the gradient, which a run does not record: clipping and the base priority's choice are left out"]
     if alpha < LEAST_ALPHA:
         told.append(f"   no growth of the noise can be seen at these ages: {LEAST_ALPHA} is taken, and N/R below is no more than "
                     "'larger than what was tried'")
@@ -180,8 +188,9 @@ def estimate(args: PlanArgs) -> list[str]:
     if config["unit"] == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
         ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
-        told.append(f"the run itself: capacity {config['capacity']} and {fresh} episodes a batch; replay ratio {ratio}, "
-                    f"gamma {gamma}")
+        stay = config["capacity"] * last["step"] / last["cost/episodes_generated"]
+        told.append(f"the run itself: capacity {config['capacity']} and {fresh} new episodes an iteration, N/R {stay:.2f} in "
+                    f"optimiser steps; replay ratio B/R {ratio}, gamma {gamma}")
     return told
 
 

@@ -262,18 +262,18 @@ def with_files(folder: Path, record: dict) -> dict:
 
 def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
     """A line of replay.jsonl: what the buffer `held` by age before the draws, and each drawn episode's age, weight, number of
-    sampled tokens, mean token ratio, share of tokens outside the clip range, and k3 estimate of KL(behaviour || current) a
-    token (the last three None: it had no signal)."""
-    drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "clip_fraction", "kl")}
+    sampled tokens, mean token ratio and mean of its square, share of tokens outside the clip range, and k3 estimate of
+    KL(behaviour || current) a token (the last four None: it had no signal)."""
+    drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "ratio_square", "clip_fraction", "kl")}
     low, high = args.eps_low or 0.2, args.eps_high or 0.2
     for sample, metrics in zip(samples, updates):
         for episode, age, weight, log_ratios in zip(sample.episodes, sample.ages, sample.weights, metrics["log_ratios"]):
-            numbers = (None, None, None)
+            numbers = (None,) * 4
             if log_ratios is not None:
                 log_ratio_N = np.clip(log_ratios[episode.action_mask], -20, 20).astype(np.float64)
                 ratio_N = np.exp(log_ratio_N)
                 outside_N = (ratio_N < 1 - low) | (ratio_N > 1 + high)
-                numbers = [float(value.mean()) for value in (ratio_N, outside_N, ratio_N - 1 - log_ratio_N)]
+                numbers = [float(value.mean()) for value in (ratio_N, ratio_N**2, outside_N, ratio_N - 1 - log_ratio_N)]
             for name, value in zip(drawn, (int(age), float(weight), int(episode.advantages.any()),
                                            int(episode.action_mask.sum()), *numbers)):
                 drawn[name].append(value if value is None else round(value, 6))

@@ -261,7 +261,7 @@ class Args:
     insert_priority: Literal["base", "max"] = "base"
     """Priority of a new entry: its own, or the largest in the buffer until its first draw."""
     eviction: Literal["fifo", "lowest_priority"] = "fifo"
-    """Which entry leaves a full buffer."""
+    """Which entry leaves a full buffer: the one that came in first, or that of the lowest decayed priority."""
     unit: Literal["episode", "group"] = "episode"
     """What an entry is: an episode or all episodes of a problem's group."""
     draw: Literal["systematic", "stratified", "iid"] = "systematic"

@@ -272,7 +272,7 @@ class BufferAgainstOracle(RuleBasedStateMachine):
         self.entries |= {i: (p, b) for i, p, b in zip(ids, base, birthdays)}
         self.forget_old()
         if self.buffer.eviction == "fifo":
-            rank = lambda i: (self.entries[i][1], i)  # noqa: E731
+            rank = lambda i: i  # noqa: E731
         else:
             aged = {
                 i: effective_log_priority(log(p), self.step - b, self.buffer.tau) for i, (p, b) in self.entries.items()
@@ -644,15 +644,15 @@ def test_insert_priority_max():
     st.lists(st.integers(1, 5), min_size=40, max_size=40),
 )
 @settings(max_examples=60, deadline=None)
-def test_fifo_keeps_the_youngest_in_any_order_of_arrival(birthdays, capacity, chunks):
+def test_first_in_is_first_out_whatever_the_ages(birthdays, capacity, chunks):
+    """By birthdays, a batch that comes late from a slow sampler would leave as it comes."""
     buffer, start = ReplayBuffer(capacity), 0
     ids = []
     for size in chunks:
         chunk = birthdays[start : start + size]
         ids += buffer.add([make() for _ in chunk], 10, chunk).tolist()
         start += size
-        kept = sorted(range(min(start, len(birthdays))), key=lambda i: (birthdays[i], i))[-capacity:]
-        assert sorted(buffer.id[buffer.id >= 0].tolist()) == sorted(ids[i] for i in kept)
+        assert sorted(buffer.id[buffer.id >= 0].tolist()) == ids[-capacity:]
 
 
 def test_lowest_priority_evicts_by_decayed_priority():
@@ -663,7 +663,7 @@ def test_lowest_priority_evicts_by_decayed_priority():
     assert sorted(buffer.probabilities(10)[0].tolist()) == [2, 3, 4]
     fifo = filled([5.0, 1.0, 3.0], [10, 0, 10], tau=2.0)
     fifo.add([make()], 10, [10], [0.1])
-    assert sorted(fifo.probabilities(10)[0].tolist()) == [0, 2, 3]
+    assert sorted(fifo.probabilities(10)[0].tolist()) == [1, 2, 3]
 
 
 def colours(text):
@@ -689,17 +689,17 @@ def test_positive_bias_worked_example(fraction, kept):
 )
 @settings(max_examples=80, deadline=None)
 def test_positive_bias_is_its_rule(history, capacity, fraction, needs_advantage):
-    """z: correct, from a group of all correct, so without advantage."""
+    """z: correct, from a group of all correct, so without advantage. Ages are in no order: what counts is when entries came."""
     buffer = ReplayBuffer(
         capacity, sampler="positive_bias", positive_fraction=fraction, positive_advantage_only=needs_advantage
     )
     positive = round(fraction * capacity)
     for step, colour in enumerate(history):
-        buffer.add([make(step, success=colour != "r", advantage=0.0 if colour == "z" else 1.0)], step)
+        buffer.add([make(success=colour != "r", advantage=0.0 if colour == "z" else 1.0)], step, [7 * step % (step + 1)])
         past = list(range(step, -1, -1))
         fresh, older = past[: capacity - positive], past[capacity - positive :]
         correct = [i for i in older if history[i] == "g" or (history[i] == "z" and not needs_advantage)]
-        assert sorted(buffer.birthday[buffer.id >= 0].tolist()) == sorted(fresh + correct[:positive])
+        assert sorted(buffer.id[buffer.id >= 0].tolist()) == sorted(fresh + correct[:positive])
         buffer.check_valid()
 
 
