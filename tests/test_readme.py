@@ -63,6 +63,14 @@ def test_every_command_of_scaling_is_accepted(line, monkeypatch):
     assert not (launched and args.async_rollouts)
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_commands_that_split_weights_name_the_engine_that_can(kind):
+    """Most configs for GPUs ask for vLLM."""
+    texts = [README, SCALING, *(path.read_text() for path in (ROOT / "configs" / "accelerate").glob("*.yaml"))]
+    lines = [line for text in texts for line in re.sub(r"\\\n#?", "", text).splitlines() if f"{kind}.yaml --num" in line]
+    assert lines and all(" --engine hf" in line for line in lines), lines
+
+
 def test_every_flag_that_scaling_names_is_there():
     text = "\n".join(part for part in re.sub(r"\\\n", "", SCALING).splitlines() if not part.startswith("    "))
     flags = {field.name for field in fields(Args)} | {"from", "machine_rank", "enable_lora", "max_lora_rank"}  # and of launchers
