@@ -8,9 +8,11 @@ turn, so that an episode may hold tokens of several policies: `policy_step` and 
 """
 import contextlib
 import copy
+import hashlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -144,6 +146,13 @@ def publish(policy, path: Path, step: int, dtype: torch.dtype | None = None):
     os.replace(temporary, path)
 
 
+def weights_name(run: Path) -> str:
+    """A file's name of this run only, on all machines that share a folder, and the same when it is resumed."""
+    folder = run.stat()
+    place = f"{socket.gethostname()} {folder.st_dev} {folder.st_ino}"
+    return f"{run.resolve().name}_{hashlib.sha256(place.encode()).hexdigest()[:12]}.safetensors"
+
+
 def take(policy, path: Path) -> int:
     """Fills the policy from what `publish` wrote; returns its step."""
     with safe_open(path, "pt") as file:
@@ -262,7 +271,7 @@ class Samplers:
         self.weights.mkdir(parents=True, exist_ok=True)
         for old in self.weights.glob("*") if not args.shared_folder else ():  # of a trainer that was killed
             old.unlink()
-        self.path, self.step = self.weights / f"{os.getpid()}.safetensors", -args.sync_every
+        self.path, self.step = self.weights / weights_name(run), -args.sync_every
         self.sync(step)
         self.condition = threading.Condition()
         self.jobs, self.batches, self.open = deque(), deque(), 0  # open: jobs given out whose batch was not taken

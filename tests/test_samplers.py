@@ -16,7 +16,7 @@ from conftest import ROOT, train
 from safetensors.torch import load_file
 
 from models import load_policy
-from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take
+from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take, weights_name
 from settings import parse_args
 
 FROM_BUFFER = ["--replay", "uniform", "--fresh-update", "False", "--replay-batch-size", 12, "--capacity", 40]
@@ -96,6 +96,18 @@ def test_weights_go_through_a_file_whole_and_carry_their_step(tiny_folder, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
     assert take(other, tmp_path / "weights.safetensors") == 17
     assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), other.parameters()))
+
+
+def test_runs_that_share_a_folder_do_not_share_a_file_and_a_resumed_one_takes_its_own(tmp_path, monkeypatch):
+    """Two trainers in two containers may have one process id, one run's name and one path."""
+    runs = [tmp_path / folder / "x" for folder in "ab"]
+    for run in runs:
+        run.mkdir(parents=True)
+    names = [weights_name(run) for run in runs]
+    monkeypatch.setattr("samplers.os.getpid", lambda: 4711)
+    assert names == [weights_name(run) for run in runs] and len(set(names)) == 2 and names[0].startswith("x_")
+    monkeypatch.setattr("samplers.socket.gethostname", lambda: "another")
+    assert not set(names) & {weights_name(run) for run in runs}
 
 
 def test_a_sampler_takes_newer_weights_between_turns_and_stops_when_told(tiny_folder, tmp_path):
