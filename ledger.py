@@ -35,7 +35,8 @@ class Ledger:
     """Totals of a run, kept in its checkpoints: `totals` is the dict that they are read from and written to.
 
     tokens_generated    sampled by the policy
-    tokens_read         prompts (once a group, as engines keep them) and what environments said
+    tokens_read         prompts (once a group, as engines keep them) and what environments said; and once more all of a
+                        conversation where a sampler beside the training took new weights between its turns
     episodes_trained    episodes given to optimiser steps, counted at each use; tokens_trained: their sampled tokens that had a
                         gradient, tokens_trained_unique: at their first use only; tokens_computed: all tokens of those
                         passes, once where episodes of a pass begin alike
@@ -66,8 +67,10 @@ class Ledger:
             self.totals[name] += amount
         self.new = {}
 
-    def generated(self, episodes):
+    def generated(self, episodes, reread: int = 0):
+        """`reread`: tokens that were read again, see samplers.Follower."""
         self.add("episodes_generated", len(episodes))
+        self.add("tokens_read", reread)
         groups = {}
         for episode in episodes:
             sampled = int(episode.action_mask.sum())

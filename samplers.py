@@ -53,10 +53,14 @@ class Job:
 
 @dataclass
 class Batch:
+    """Played jobs. Of samplers beside the training: their `busy` and `idle` seconds for it, and tokens that they `reread`."""
     asked: np.ndarray
     groups: np.ndarray
     episodes: list
     transcripts: list
+    busy: float | None = None
+    idle: float | None = None
+    reread: int = 0
 
 
 def joined(batches: list[Batch]) -> Batch:
@@ -64,7 +68,9 @@ def joined(batches: list[Batch]) -> Batch:
     return Batch(np.concatenate([none, *(batch.asked for batch in batches)]),
                  np.concatenate([none, *(batch.groups for batch in batches)]),
                  [episode for batch in batches for episode in batch.episodes],
-                 [transcript for batch in batches for transcript in batch.transcripts])
+                 [transcript for batch in batches for transcript in batch.transcripts],
+                 sum(batch.busy for batch in batches), sum(batch.idle for batch in batches),
+                 sum(batch.reread for batch in batches))
 
 
 class Direct:
@@ -108,9 +114,6 @@ class Direct:
 
     def interrupt(self):
         """Nothing waits here."""
-
-    def seconds(self) -> dict:
-        return {}
 
     def metrics(self) -> dict:
         return {}
@@ -168,18 +171,43 @@ class Stopped(Exception):
 
 
 class Follower:
-    """The sampler's engine: takes newer weights before a turn, `step` is theirs."""
+    """The sampler's engine: takes newer weights before a turn, `step` is theirs. `reread`: tokens of a job that were read again,
+    since new weights have no use for the keys and values of the old ones."""
 
     def __init__(self, engine, policy, path: Path, version, stop):
         self.engine, self.policy, self.path, self.version, self.stop, self.step = engine, policy, path, version, stop, -1
+        self.reread, self.known = 0, {}  # known: the tokens of each conversation that the engine has read
 
-    def generate(self, *sequences, **options):
+    def refresh(self) -> bool:
+        """Whether there were newer weights."""
         if self.stop.value:
             raise Stopped
-        if self.version.value > self.step:
+        newer = self.version.value > self.step
+        if newer:
             self.step = take(self.policy, self.path)
             self.engine.sync()
-        return self.engine.generate(*sequences, **options)
+        return newer
+
+    def generate(self, sequences, ids, *more, **options):
+        newer, known = self.refresh(), {id: self.known.get(id) for id in ids}
+        if newer:
+            self.reread += sum(len(known[id]) for id, sequence in zip(ids, sequences)
+                               if known[id] and sequence[:len(known[id])] == known[id])
+        completions = self.engine.generate(sequences, ids, *more, **options)
+        self.known = {id: sequence + completion.tokens[:-1]  # a turn's last token is read with what follows it
+                      for id, sequence, completion in zip(ids, sequences, completions)}
+        return completions
+
+    def play(self, job: Job, chat, make_env, play: dict) -> dict:
+        """What came of the job, and what it cost."""
+        began, self.reread, self.known = time.time(), 0, {}
+        self.refresh()  # an episode that is never played has a step, too
+        if not isinstance(self.engine, HFEngine):  # the others bound their own memory
+            play = play | {"parallel": len(job.seeds)}
+        played = job.play(self, chat, make_env, lambda: self.step, play)
+        if isinstance(self.engine, HFEngine):
+            self.engine.release()
+        return {"played": played, "busy": time.time() - began, "reread": self.reread}
 
 
 def end_with_parent():
@@ -202,13 +230,9 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             pipe.send({"ready": True})
             idle_since = None
             while job := pipe.recv():
-                began = time.time()
-                played = job.play(follower, chat, make_env, lambda: follower.step, play)
-                if isinstance(engine, HFEngine):
-                    engine.release()
-                done = time.time()
-                pipe.send({"played": played, "busy": done - began, "idle": began - (idle_since or began)})
-                idle_since = done
+                idle = time.time() - idle_since if idle_since else 0.0
+                pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
+                idle_since = time.time()
     except (Stopped, EOFError):
         pass
     except BaseException:
@@ -275,7 +299,6 @@ class Samplers:
         self.sync(step)
         self.condition = threading.Condition()
         self.jobs, self.batches, self.open = deque(), deque(), 0  # open: jobs given out whose batch was not taken
-        self.busy = self.idle = 0.0
         self.restarts, self.error, self.interrupted, self.closing = 0, None, False, False
         self.bell, self.ring = self.context.Pipe(duplex=False)
         self.samplers = [self.start(place) for place in range(args.async_rollouts)]
@@ -328,8 +351,8 @@ class Samplers:
                 self.condition.notify_all()
         if "played" in message:
             with self.condition:
-                self.batches.append(Batch(sampler.job.asked, sampler.job.groups, *message["played"]))
-                self.busy, self.idle, sampler.job = self.busy + message["busy"], self.idle + message["idle"], None
+                self.batches.append(Batch(sampler.job.asked, sampler.job.groups, *message.pop("played"), **message))
+                sampler.job = None
                 self.condition.notify_all()
 
     def died(self, sampler: Sampler):
@@ -389,12 +412,6 @@ class Samplers:
         if step - self.step >= self.args.sync_every and not (within and self.args.async_lockstep):
             publish(self.policy, self.path, step, self.args.sampler_dtype and getattr(torch, self.args.sampler_dtype))
             self.step = self.version.value = step
-
-    def seconds(self) -> dict:
-        """Busy and idle seconds of all samplers since the last call."""
-        with self.condition:
-            found, self.busy, self.idle = {"busy": self.busy, "idle": self.idle}, 0.0, 0.0
-        return found
 
     def metrics(self) -> dict:
         return {"async/batches_waiting": len(self.batches), "async/restarts": self.restarts, "async/published_step": self.step}

@@ -143,7 +143,8 @@ class Args:
     restart_samplers: int = 0
     """Deaths of samplers that are survived by starting a new one; the next one ends the run."""
     parallel_episodes: int = 512
-    """Episodes played side by side at most; bounds the memory of keys and values."""
+    """Episodes played side by side at most; bounds the memory of keys and values. vLLM in --async-rollouts processes, which
+    bounds it by itself, gets whole batches."""
     problems_per_iteration: int = 8
     """Problems sampled in an iteration."""
     group_size: int = 8

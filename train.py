@@ -255,7 +255,7 @@ def main(args: Args) -> dict:
             asked, groups, episodes, transcripts = batch.asked, batch.groups, batch.episodes, batch.transcripts
             arrived, oldest = state["step"], -math.inf if args.max_staleness is None else state["step"] - args.max_staleness
             birthdays = lambda kept: [e.policy_step if args.age_unit == "step" else iteration for e in kept]  # noqa: E731
-            ledger.generated(episodes)
+            ledger.generated(episodes, batch.reread)
             if args.shuffle_rewards:
                 shuffle_rewards(episodes, rng_of(args, "shuffled rewards", iteration))
             if episodes:
@@ -337,8 +337,7 @@ def main(args: Args) -> dict:
                       "best": max(state["best"], judged.get("success", 0.0)), "last": judged.get("success")}
             clock.lap("eval")
             ledger.scored(learner.scored)
-            beside_s = source.seconds()
-            ledger.spent(clock.laps, **beside_s)
+            ledger.spent(clock.laps, batch.busy, batch.idle)
             names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = {"bytes": 0} if buffer is None else \
                 buffer_stats(args, buffer, now()) | drift_metrics(args, buffer, fit)
@@ -355,7 +354,7 @@ def main(args: Args) -> dict:
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
                 **ledger.metrics(), **source.metrics(),
-                **under("time", clock.metrics(sum(row["tokens"] for row in played), beside_s.get("busy")))}
+                **under("time", clock.metrics(sum(row["tokens"] for row in played), batch.busy))}
             shown = ranks.joined([
                 episode_record(chat, iteration, episode, transcript) for place, (episode, transcript)
                 in enumerate(zip(episodes, transcripts), ranks.share(n, iteration).start * args.group_size)

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, train
+from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file
 
-from models import load_policy
+from ledger import Ledger
+from models import Chat, load_policy
+from rollout import Completion, HFEngine
 from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take, weights_name
 from settings import parse_args
 
@@ -112,25 +114,83 @@ def test_runs_that_share_a_folder_do_not_share_a_file_and_a_resumed_one_takes_it
 
 def test_a_sampler_takes_newer_weights_between_turns_and_stops_when_told(tiny_folder, tmp_path):
     policy, path = load_policy(tiny_folder)[0], tmp_path / "weights.safetensors"
-    engine = SimpleNamespace(syncs=0, generate=lambda: follower.step)
+    engine = SimpleNamespace(syncs=0, generate=lambda sequences, ids: [])
     engine.sync = lambda: setattr(engine, "syncs", engine.syncs + 1)
+    steps = lambda: follower.generate([], []) or follower.step  # noqa: E731
     version, stop = SimpleNamespace(value=3), SimpleNamespace(value=0)
     publish(policy, path, 3)
     follower = Follower(engine, policy, path, version, stop)
-    assert [follower.generate(), follower.generate()] == [3, 3] and engine.syncs == 1
+    assert [steps(), steps()] == [3, 3] and engine.syncs == 1
     publish(policy, path, 5)
     version.value = 5
-    assert follower.generate() == 5 and engine.syncs == 2
+    assert steps() == 5 and engine.syncs == 2
     stop.value = 1
     with pytest.raises(Stopped):
-        follower.generate()
+        follower.generate([], [])
+
+
+class Scripted:
+    """An engine that says `answers` in turn to every conversation, and that is told of new weights; it notes how many it plays."""
+
+    def __init__(self, answers, version=None, newer_before=()):
+        self.answers, self.version, self.newer_before, self.asked, self.step = answers, version, newer_before, [], 0
+
+    def generate(self, sequences, ids, *_):
+        self.asked.append(len(sequences))
+        if self.version and len(self.asked) in self.newer_before:
+            self.version.value += 1
+        return [Completion(answer, [-0.5] * len(answer), "stop") for answer in [self.answers] * len(ids)]
+
+    def sync(self):
+        pass
+
+
+@pytest.fixture
+def played(tiny_folder, monkeypatch):
+    """What a sampler sends of a job of 6 episodes (3 problems twice) with the engine."""
+    monkeypatch.setattr("samplers.take", lambda policy, path: path.value)  # the weights' step is the version itself
+    _, tokenizer = load_policy(tiny_folder)
+    chat, problems = Chat(tokenizer), np.array(tiny_lake().problems("train", 3))
+
+    def play(engine, version, **more):
+        job = Job(1, np.arange(3), np.arange(3), problems.repeat(2), np.arange(3).repeat(2), np.arange(6))
+        follower = Follower(engine, None, version, version, SimpleNamespace(value=0))
+        settings = dict(max_turns=3, max_new_tokens=6, temperature=1.0, format_penalty=0.0, context_length=1024, parallel=4)
+        return follower.play(job, chat, tiny_lake, settings | more), tokenizer
+    return play
+
+
+def test_tokens_that_new_weights_read_again_are_counted(played):
+    """Three turns of a token that moves nobody. Weights that come while turn 2 is sampled are taken before turn 3: the engine has
+    read a conversation up to the last token but one of turn 2."""
+    version = SimpleNamespace(value=3)
+    for newer_before, turns in ((), 0), ((2,), 2), ((1,), 1), ((1, 2), 3), ((3,), 0):  # 3: turn 1 and turn 2 again
+        message, tokenizer = played(Scripted([9, 9], version, newer_before), version)
+        episodes, _ = message["played"]
+        assert all(episode.turn_ends.tolist() == episodes[0].turn_ends.tolist() for episode in episodes)
+        first, second, _ = episodes[0].turn_ends - 1
+        assert message["reread"] == 6 * {0: 0, 1: first, 2: second, 3: first + second}[turns]
+    ledger = Ledger({}, parameters=1)
+    ledger.generated(episodes)
+    before = ledger.totals["tokens_read"]
+    ledger.generated([], 17)
+    assert ledger.totals["tokens_read"] == before + 17
+
+
+def test_an_episode_that_is_never_played_has_the_step_of_the_published_weights(played):
+    message, _ = played(Scripted([9]), SimpleNamespace(value=12), context_length=8)
+    assert all(episode.info["context_full"] and not episode.action_mask.any() for episode in message["played"][0])
+    assert [(episode.policy_step, episode.last_policy_step) for episode in message["played"][0]] == [(12, 12)] * 6
+
+
+def test_a_limit_for_keys_and_values_of_transformers_does_not_slice_a_batch_of_vllm(played):
+    engine = Scripted([9])
+    played(engine, SimpleNamespace(value=0), max_turns=1, parallel=4)
+    assert engine.asked == [6]
 
 
 def test_an_episode_carries_the_steps_of_its_first_and_last_token(tiny_folder):
     """An engine whose weights are one step newer at every turn."""
-    from conftest import tiny_lake
-    from models import Chat
-    from rollout import HFEngine
     policy, tokenizer = load_policy(tiny_folder)
     engine = HFEngine(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id)
     turns = []
@@ -145,9 +205,11 @@ def test_an_episode_carries_the_steps_of_its_first_and_last_token(tiny_folder):
 
 
 def test_batches_are_joined_in_their_order():
-    batch = joined([Batch(np.array([1]), np.array([5]), ["a"], ["x"]), Batch(np.array([2, 3]), np.array([6, 7]), ["b"], ["y"])])
+    batch = joined([Batch(np.array([1]), np.array([5]), ["a"], ["x"], busy=3.0, idle=1.0, reread=7),
+                    Batch(np.array([2, 3]), np.array([6, 7]), ["b"], ["y"], busy=2.0, idle=0.5)])
     assert batch.asked.tolist() == [1, 2, 3] and batch.groups.tolist() == [5, 6, 7]
     assert batch.episodes == ["a", "b"] and batch.transcripts == ["x", "y"]
+    assert (batch.busy, batch.idle, batch.reread) == (5.0, 1.5, 7)  # counted with their episodes, not when they arrive
     assert joined([]).episodes == [] and joined([]).asked.dtype == int
 
 
