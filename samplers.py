@@ -32,7 +32,8 @@ from models import Chat, load_policy
 from rollout import HFEngine, collect, make_engine
 from vllm_engine import plain_weights
 
-CLOSE_SECONDS = 10  # for a sampler to end its turn before it is killed
+CLOSE_SECONDS = 10  # for a sampler to end before it is killed
+LOOK_SECONDS = 1  # between looks for samplers that died without ending their pipe
 
 
 @dataclass
@@ -95,6 +96,10 @@ class Direct:
             self.engine.sync()
             self.step = step
 
+    def under_way(self) -> list:
+        """Nothing: a job is played when it is asked for."""
+        return []
+
     def begin(self):
         """Always ready."""
 
@@ -143,7 +148,10 @@ def copy_weights(policy, sampled):
 
 def publish(policy, path: Path, step: int, dtype: torch.dtype | None = None):
     """Writes the policy's weights, LoRA adapters merged, under their Hugging Face names; a reader never sees half of them."""
-    weights = {name: weight.to("cpu", dtype).contiguous() for name, weight in plain_weights(policy)}
+    write_weights({name: weight.to("cpu", dtype).contiguous() for name, weight in plain_weights(policy)}, path, step)
+
+
+def write_weights(weights: dict[str, torch.Tensor], path: Path, step: int):
     temporary = path.with_name(f".{path.name}.tmp")
     save_file(weights, temporary, metadata={"step": str(step)})
     os.replace(temporary, path)
@@ -220,25 +228,33 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
     """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error's traceback, or that it is ready."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
     threading.Thread(target=end_with_parent, daemon=True).start()
-    try:
-        make_env = make_env_factory(args.env, args.env_options)
-        policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
-        policy, chat = policy.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(processor)
-        take(policy, path)
-        with contextlib.closing(make_engine(args, policy, chat, folder)) as engine:
+    with contextlib.ExitStack() as stack:
+        try:
+            make_env = make_env_factory(args.env, args.env_options)
+            policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
+            policy, chat = policy.to("cuda" if torch.cuda.is_available() else "cpu"), Chat(processor)
+            take(policy, path)
+            engine = stack.enter_context(contextlib.closing(make_engine(args, policy, chat, folder)))
             follower = Follower(engine, policy, path, version, stop)
             pipe.send({"ready": True})
             idle_since = None
-            while job := pipe.recv():
+            while job := next_job(pipe):
                 idle = time.time() - idle_since if idle_since else 0.0
                 pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
                 idle_since = time.time()
-    except (Stopped, EOFError):
-        pass
-    except BaseException:
-        with contextlib.suppress(OSError):
-            pipe.send({"error": traceback.format_exc()})
-        sys.exit(1)
+        except Stopped:
+            pass
+        except BaseException:  # told before the engine is closed, which may hang then
+            with contextlib.suppress(OSError):
+                pipe.send({"error": traceback.format_exc()})
+            sys.exit(1)
+
+
+def next_job(pipe) -> Job | None:
+    try:
+        return pipe.recv()
+    except EOFError:  # the trainer is gone
+        return None
 
 
 # ------------------------------------------------------------------------------------------------------- the trainer's side
@@ -279,14 +295,14 @@ class Sampler:
     pipe: object
     job: Job | None = None
     ready: bool = False
-    error: str = ""
 
 
 class Samplers:
     """`--async-rollouts` processes that play jobs beside the training. `next` gives what has arrived."""
 
-    def __init__(self, args, policy, folder, run: Path, play: dict, job, number: int, step: int):
-        """`job`: number -> Job, asked for in rising order from `number` on; called in the trainer's thread only."""
+    def __init__(self, args, policy, folder, run: Path, play: dict, job, number: int, step: int, again=()):
+        """`job`: (number, None or the places that it asks) -> Job, called in the trainer's thread only: first those of `again`,
+        which `under_way` gave, then in rising order from `number` on."""
         self.args, self.policy, self.folder, self.play, self.job, self.number = args, policy, folder, play, job, number
         self.context = multiprocessing.get_context("spawn")
         # without locks: a sampler that is killed while it holds one would stop all
@@ -298,7 +314,8 @@ class Samplers:
         self.path, self.step = self.weights / weights_name(run), -args.sync_every
         self.sync(step)
         self.condition = threading.Condition()
-        self.jobs, self.batches, self.open = deque(), deque(), 0  # open: jobs given out whose batch was not taken
+        self.jobs, self.batches = deque(), deque()  # not yet given to a sampler; (number, batch) that arrived
+        self.open, self.again = {}, deque(again)  # number: asked, of jobs whose batch was not taken; such of the run before
         self.restarts, self.error, self.interrupted, self.closing = 0, None, False, False
         self.bell, self.ring = self.context.Pipe(duplex=False)
         self.samplers = [self.start(place) for place in range(args.async_rollouts)]
@@ -306,8 +323,18 @@ class Samplers:
         self.thread.start()
 
     def kept(self) -> dict:
-        """Nothing: samplers begin with the policy's own weights."""
-        return {}
+        """As Direct.kept in lockstep; else nothing: samplers begin with the policy's own weights."""
+        return {"sampled": load_file(self.path)} if self.args.async_lockstep and self.args.sync_every > 1 else {}
+
+    def restore(self, checkpoint: Path, step: int):
+        """What `kept` gave, as old as `step`; before the first `next`."""
+        if (checkpoint / "sampled.safetensors").exists():
+            write_weights(load_file(checkpoint / "sampled.safetensors"), self.path, step)
+            self.step = self.version.value = step
+
+    def under_way(self) -> list:
+        """[number, asked] of the jobs that were given out and not taken, for a checkpoint."""
+        return [[number, asked.tolist()] for number, asked in self.open.items()] + list(self.again)
 
     def start(self, number: int) -> Sampler:
         ours, theirs = self.context.Pipe()
@@ -332,33 +359,44 @@ class Samplers:
                         sampler.job = self.jobs.popleft()
                         with contextlib.suppress(OSError):  # it died: its pipe says so below
                             sampler.pipe.send(sampler.job)
-                ready = connection.wait([self.bell, *(sampler.pipe for sampler in self.samplers)])
-                if self.bell in ready:
+                connection.wait([self.bell, *(sampler.pipe for sampler in self.samplers)], LOOK_SECONDS)
+                if self.bell.poll():
                     self.bell.recv_bytes()
-                for sampler in [sampler for sampler in self.samplers if sampler.pipe in ready]:
+                    with self.condition:
+                        self.condition.notify_all()
+                for sampler in list(self.samplers):
+                    alive = sampler.process.is_alive()  # asked first: what it sent before it died is read
                     try:
-                        self.received(sampler, sampler.pipe.recv())
+                        if sampler.pipe.poll():
+                            self.received(sampler, sampler.pipe.recv())
+                        elif not alive:  # its own children may hold the pipe open
+                            self.died(sampler)
                     except (EOFError, OSError):
                         self.died(sampler)
         except Exception:  # never leave the trainer waiting
             self.failed(traceback.format_exc())
 
     def received(self, sampler: Sampler, message: dict):
-        sampler.error = message.get("error", "")
+        if "error" in message:
+            self.died(sampler, message["error"])
         if "ready" in message:
             with self.condition:
                 sampler.ready = True
                 self.condition.notify_all()
         if "played" in message:
             with self.condition:
-                self.batches.append(Batch(sampler.job.asked, sampler.job.groups, *message.pop("played"), **message))
-                sampler.job = None
+                job, sampler.job = sampler.job, None
+                self.batches.append((job.number, Batch(job.asked, job.groups, *message.pop("played"), **message)))
                 self.condition.notify_all()
 
-    def died(self, sampler: Sampler):
-        sampler.process.join()
+    def died(self, sampler: Sampler, error: str = ""):
+        """It said `error`, or is gone without a word."""
+        sampler.process.join(CLOSE_SECONDS)
+        if sampler.process.is_alive():  # it hangs while it ends
+            sampler.process.kill()
+            sampler.process.join()
         code = sampler.process.exitcode
-        how = sampler.error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
+        how = error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
         if self.closing or self.interrupted or self.restarts >= self.args.restart_samplers:
             self.failed(f"sampler {sampler.number} died: {how}")
             return
@@ -371,6 +409,8 @@ class Samplers:
         self.samplers[sampler.number] = self.start(sampler.number)
 
     def failed(self, why: str):
+        if not self.closing and not self.interrupted:  # a signal may have reached samplers, too
+            print(f"{why}\nthe run ends after this iteration", file=sys.stderr)
         with self.condition:
             self.error = self.error or why
             self.closing = True
@@ -394,17 +434,19 @@ class Samplers:
             if self.error or (self.interrupted and not self.batches):
                 return None
             taken = [self.batches.popleft() for _ in range(min(1, len(self.batches)) if one else len(self.batches))]
-        self.open -= len(taken)
+        for number, _ in taken:
+            del self.open[number]
         if not self.args.async_lockstep:
             self.order()
-        return joined(taken)
+        return joined([batch for _, batch in taken])
 
     def order(self):
         """New jobs, as many as may be open."""
         room = 1 if self.args.async_lockstep else self.args.async_rollouts + self.args.async_queue
-        while self.open < room:
-            self.jobs.append(self.job(self.number))
-            self.number, self.open = self.number + 1, self.open + 1
+        while len(self.open) < room:
+            job = self.job(*self.again.popleft()) if self.again else self.job(self.number, None)
+            self.jobs.append(job)
+            self.open[job.number], self.number = job.asked, max(self.number, job.number + 1)
         self.ring.send_bytes(b"1")
 
     def sync(self, step: int, within: bool = False):
@@ -417,10 +459,10 @@ class Samplers:
         return {"async/batches_waiting": len(self.batches), "async/restarts": self.restarts, "async/published_step": self.step}
 
     def interrupt(self):
-        """From a signal's handler: `next` waits no longer."""
-        with self.condition:
-            self.interrupted = True
-            self.condition.notify_all()
+        """From a signal's handler: `next` waits no longer. Who waits is woken by the thread, since a handler may run in this
+        process's main thread between a look at `interrupted` and the wait."""
+        self.interrupted = True
+        self.ring.send_bytes(b"1")
 
     def close(self):
         self.closing = True

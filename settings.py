@@ -123,7 +123,8 @@ class Args:
     """Tokens that an episode may have. None: what the model allows."""
     sync_every: int = 1
     """Optimiser steps after which the sampler gets the policy's weights (without --async-rollouts: looked at between iterations).
-    Above 1 it samples from older weights; a resumed run starts with new ones."""
+    Above 1 it samples from older weights; a resumed run goes on with them, but for --async-rollouts without --async-lockstep,
+    whose samplers start with the newest. A batch that is as a whole too old for --max-staleness gets it new weights at once."""
     max_staleness: int | None = None
     """Episodes that are older, in optimiser steps, when they reach the trainer are not trained on."""
     async_rollouts: int = 0

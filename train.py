@@ -183,9 +183,11 @@ def main(args: Args) -> dict:
             "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
     n = args.problems_per_iteration
 
-    def job(number):
-        """What is played as iteration `number`, by samplers beside the training: as batch `number`."""
-        asked, groups, mine = memories["problems"].select(n, number), np.arange(n) + number * n, ranks.share(n, number)
+    def job(number, asked=None):
+        """What is played as iteration `number`, by samplers beside the training: as batch `number`. `asked`: places of its
+        problems, where they are chosen already."""
+        asked = memories["problems"].select(n, number) if asked is None else np.array(asked)
+        groups, mine = np.arange(n) + number * n, ranks.share(n, number)
         seeds_NG = rng_of(args, "sampling", number).integers(2**31, size=(n, args.group_size))  # whatever the number of ranks
         return Job(number, asked, groups, train_problems[asked[mine]].repeat(args.group_size),
                    groups[mine].repeat(args.group_size), seeds_NG[mine].ravel())
@@ -214,7 +216,9 @@ def main(args: Args) -> dict:
         log = RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog()
     if args.async_rollouts:
         source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
-                          max(state["jobs"], state["iteration"]) + 1, state["step"])
+                          max(state["jobs"], state["iteration"]) + 1, state["step"], state.get("under_way", ()))
+        if checkpoint:
+            source.restore(checkpoint, state.get("synced", 0))
 
     def step_on(episodes, first_use, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
@@ -233,7 +237,7 @@ def main(args: Args) -> dict:
     def save():
         nonlocal started
         state["minutes"], started = state["minutes"] + (time.time() - started) / 60, time.time()
-        state["synced"] = source.step
+        state["synced"], state["under_way"] = source.step, source.under_way()
         save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files, source.kept())
 
     with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source), log,
@@ -372,7 +376,7 @@ def main(args: Args) -> dict:
                 break
         if state["iteration"] < args.iterations:
             asked_to = interrupt.signal or not source.error  # samplers may have got the signal too
-            print(f"{'stopped' if asked_to else source.error}\nended after iteration {state['iteration']} of {args.iterations}, "
+            print(f"{'stopped' if asked_to else 'sampling failed, as told above'}\nended after iteration {state['iteration']} of {args.iterations}, "
                   f"with a checkpoint; go on: python train.py --resume {run}", file=sys.stderr)
             sys.exit(128 + interrupt.signal if asked_to else 1)
         if ranks.first():
