@@ -193,7 +193,7 @@ class Interrupt:
 
 
 class Clock:
-    """Seconds of the parts of an iteration."""
+    """Seconds of the parts of an iteration; it runs on from one to the next."""
 
     def __init__(self):
         self.laps, self.at = {}, time.time()

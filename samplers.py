@@ -109,9 +109,10 @@ class Direct:
         self.engine.release()
         return Batch(job.asked, job.groups, *played)
 
-    def sync(self, step: int, within: bool = False):
-        """`within`: in the middle of an iteration, where nothing is sampled."""
-        if not within and step - self.step >= self.args.sync_every:
+    def sync(self, step: int, within: bool = False, stale: bool = False):
+        """`within`: in the middle of an iteration, where nothing is sampled. `stale`: a whole batch was dropped as too old, so
+        that no step may come before there are newer weights."""
+        if not within and step - self.step >= (1 if stale else self.args.sync_every):
             if self.sampled is not self.policy:
                 copy_weights(self.policy, self.sampled)
             self.engine.sync()
@@ -449,9 +450,9 @@ class Samplers:
             self.open[job.number], self.number = job.asked, max(self.number, job.number + 1)
         self.ring.send_bytes(b"1")
 
-    def sync(self, step: int, within: bool = False):
-        """Publishes the policy if it is `--sync-every` steps ahead of the published one."""
-        if step - self.step >= self.args.sync_every and not (within and self.args.async_lockstep):
+    def sync(self, step: int, within: bool = False, stale: bool = False):
+        """Publishes the policy if it is `--sync-every` steps ahead of the published one, or at all with `stale` (see Direct)."""
+        if step - self.step >= (1 if stale else self.args.sync_every) and not (within and self.args.async_lockstep):
             publish(self.policy, self.path, step, self.args.sampler_dtype and getattr(torch, self.args.sampler_dtype))
             self.step = self.version.value = step
 

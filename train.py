@@ -245,8 +245,9 @@ def main(args: Args) -> dict:
         if state["start"] is None:
             state["start"] = state["best"] = judge()["success"]
         source.begin()
+        clock = Clock()
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
-            clock = Clock()
+            clock.lap("save")  # logs and checkpoint of the iteration before
             now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
 
             # ---- sample
@@ -309,11 +310,12 @@ def main(args: Args) -> dict:
                 samples.append(sample)
                 if args.priority == "td_error":  # the one base priority that changes with the learner
                     buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
-            source.sync(state["step"])
+            too_old = sum(row["policy_step"] < oldest for row in played)
+            source.sync(state["step"], stale=0 < too_old == len(played))
             state["replay_updates"] += len(replayed)
             if args.replay_updates and iteration == 3 and not state["replay_updates"]:
                 print(f"note: no replay yet: {max(map(str, ranks.gathered(buffer.refusal(drawn, now()) or '')))}")
-            for warning in memories["watch"].look([row["info"] for row in played], fresh, replayed):
+            for warning in memories["watch"].look([row["info"] for row in played], fresh, replayed, too_old):
                 log.warn(iteration, warning)
             clock.lap("replay")
 

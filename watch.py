@@ -12,6 +12,7 @@ ENTROPY_LEFT = 0.03  # share of the entropy of the first iteration
 RATIO_KL = 2.0  # nats a token between the sampling and the current policy
 RATIO_ESS = 0.02  # effective sample size as a share of the tokens
 CUT = 0.9  # share of answers that hit --max-new-tokens
+TOO_OLD, TOO_OLD_HISTORY = 0.5, 6  # share of the episodes of so many iterations that are dropped by --max-staleness
 
 
 class NotFinite(ValueError):
@@ -82,16 +83,20 @@ class Watch:
 
     def __init__(self, args):
         self.args, self.told, self.norms, self.entropy = args, [], {"fresh": [], "replay": []}, None
+        self.dropped = []  # [too old, all] episodes of the last iterations
 
     def state_dict(self) -> dict:
-        return {"told": self.told, "norms": self.norms, "entropy": self.entropy}
+        return {"told": self.told, "norms": self.norms, "entropy": self.entropy, "dropped": self.dropped}
 
     def load_state_dict(self, state: dict):
         self.told, self.norms, self.entropy = state["told"], state["norms"], state["entropy"]
+        self.dropped = state.get("dropped", [])
 
-    def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict]) -> list[str]:
-        """New warnings after an iteration: the `info` of its episodes and the metrics of its updates."""
-        found = {**self.answers(infos), **self.gradient("fresh", fresh), **self.gradient("replay", replayed),
+    def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict], too_old: int = 0) -> list[str]:
+        """New warnings after an iteration: the `info` of its episodes, the metrics of its updates, and how many episodes were
+        dropped as too old."""
+        found = {**self.answers(infos), **self.stale(too_old, len(infos)),
+                 **self.gradient("fresh", fresh), **self.gradient("replay", replayed),
                  **self.entropy_of(fresh or replayed), **self.ratios("fresh", fresh), **self.ratios("replay", replayed)}
         new = [kind for kind in found if kind not in self.told]
         self.told += new
@@ -109,6 +114,18 @@ class Watch:
         if turns and cut > CUT * turns:
             found["cut"] = f"nearly every answer was cut at --max-new-tokens {self.args.max_new_tokens}; a higher limit may help"
         return found
+
+    def stale(self, too_old: int, episodes: int) -> dict:
+        if not episodes:
+            return {}
+        self.dropped = [*self.dropped, [too_old, episodes]][-TOO_OLD_HISTORY:]
+        dropped, all = map(sum, zip(*self.dropped))
+        if len(self.dropped) < TOO_OLD_HISTORY or dropped < TOO_OLD * all:
+            return {}
+        return {"stale": f"{dropped} of the {all} episodes of the last {TOO_OLD_HISTORY} iterations with any were dropped as older "
+                f"than --max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or make them "
+                f"younger: fewer batches ahead (--async-queue, now {self.args.async_queue}), new weights more often (--sync-every, "
+                f"now {self.args.sync_every})"}
 
     def gradient(self, kind: str, updates: list[dict]) -> dict:
         found, norms = {}, self.norms[kind]

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, tiny_lake, train
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ledger import Ledger
 from models import Chat, load_policy
 from rollout import Completion, HFEngine
-from samplers import Direct, Follower, Job, Stopped, joined, Batch, publish, take, weights_name
-from settings import parse_args
+from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name
+import train as train_module
+from settings import Args, parse_args
+from watch import Watch
 
 FROM_BUFFER = ["--replay", "uniform", "--fresh-update", "False", "--replay-batch-size", 12, "--capacity", 40]
 
@@ -204,6 +206,16 @@ def test_an_episode_carries_the_steps_of_its_first_and_last_token(tiny_folder):
         assert (episode.policy_step, episode.last_policy_step) == (11, 10 + episode.info["turns"])
 
 
+def test_a_batch_that_was_too_old_gets_the_sampler_new_weights_before_its_turn(tiny_folder, beside):
+    policy = load_policy(tiny_folder)[0]
+    direct = Direct(SimpleNamespace(sync_every=8), policy, policy, None, None, lambda _: SimpleNamespace(sync=lambda: None), {},
+                    None, 4)
+    for source, start in (direct, 4), (beside(plays, sync_every=8), 0):
+        for step, stale, synced in ((0, True, 0), (3, False, 0), (5, True, 5), (5, True, 5), (12, False, 5), (13, False, 13)):
+            source.sync(start + step, stale=stale)
+            assert source.step == start + synced
+
+
 def test_batches_are_joined_in_their_order():
     batch = joined([Batch(np.array([1]), np.array([5]), ["a"], ["x"], busy=3.0, idle=1.0, reread=7),
                     Batch(np.array([2, 3]), np.array([6, 7]), ["b"], ["y"], busy=2.0, idle=0.5)])
@@ -246,6 +258,118 @@ def test_wrong_settings_are_refused(capsys, flags, words):
     assert stop.value.code == 2 and all(word in message for word in words), message
 
 
+# ----------------------------------------------------------------------------------------- what the trainer does with samplers
+
+
+def plays(args, folder, play, pipe, *_):
+    """A sampler that says which job it got."""
+    pipe.send({"ready": True})
+    while job := pipe.recv():
+        pipe.send({"played": ([job.number], [None]), "busy": 2.0, "idle": 1.0, "reread": 5})
+
+
+def waits(args, folder, play, pipe, *_):
+    pipe.send({"ready": True})
+    time.sleep(1000)
+
+
+def tells_and_hangs(args, folder, play, pipe, *_):
+    pipe.send({"ready": True})
+    pipe.recv()
+    pipe.send({"error": "ZeroDivisionError: a bug of the task"})
+    time.sleep(1000)
+
+
+def dies_before_its_child(args, folder, play, pipe, version, stop, path):
+    """The child, such as an engine's process, has the pipe open."""
+    pipe.send({"ready": True})
+    pipe.recv()
+    if os.fork():
+        os._exit(3)
+    began = time.time()
+    while not stop.value and time.time() < began + 30:
+        time.sleep(0.1)
+    os._exit(0)
+
+
+@pytest.fixture
+def beside(monkeypatch, tmp_path):
+    """Samplers whose processes run `behave`, forked: they are there in no time."""
+    started, fork = [], multiprocessing.get_context("fork")
+
+    def start(behave, again=(), number=1, folder=tmp_path, **flags):
+        monkeypatch.setattr("samplers.multiprocessing.get_context", lambda kind: fork)
+        monkeypatch.setattr("samplers.sampler_process", behave)
+        args = Args(async_rollouts=1, quiet=True, **flags)
+        job = lambda number, asked: Job(number, np.array([number]) if asked is None else np.array(asked),  # noqa: E731
+                                        np.array([number]), *[np.zeros(1, int)] * 3)
+        started.append(Samplers(args, torch.nn.Linear(1, 1), None, folder, {}, job, number, 0, again))
+        started[-1].begin()
+        return started[-1]
+
+    monkeypatch.setattr("samplers.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("samplers.LOOK_SECONDS", 0.2)
+    yield start
+    for source in started:
+        source.close()
+
+
+@pytest.mark.parametrize("behave, words", [(tells_and_hangs, "sampler 0 died: ZeroDivisionError: a bug of the task"),
+                                           (dies_before_its_child, "sampler 0 died: it ended with code 3")])
+def test_a_sampler_that_fails_but_keeps_its_pipe_ends_the_wait_and_is_told_at_once(beside, behave, words, capfd):
+    source, began = beside(behave), time.time()
+    assert source.next(1, True) is None and time.time() - began < 20
+    assert words in capfd.readouterr().err and words in source.error
+
+
+def test_a_signal_between_the_look_and_the_wait_is_not_missed(beside):
+    """The handler runs in the main thread, here just before it begins to wait."""
+    source = beside(waits)
+    wait = source.condition.wait
+    source.condition.wait = lambda *_: source.interrupt() or wait(20)
+    began = time.time()
+    assert source.next(1, True) is None and time.time() - began < 15
+
+
+def test_seconds_are_those_of_the_batches_that_were_taken(beside):
+    source = beside(plays, async_queue=2)
+    wait_for(lambda: source.metrics()["async/batches_waiting"] or source.order(), 30)
+    wait_for(lambda: source.metrics()["async/batches_waiting"] == 3, 30)
+    batch = source.next(1, True)
+    assert (batch.episodes, batch.busy, batch.idle, batch.reread) == ([1], 2.0, 1.0, 5)
+
+
+def test_a_resumed_run_plays_first_what_was_under_way(beside, tmp_path):
+    source = beside(plays, async_queue=2)
+    assert source.next(1, True).episodes == [1]
+    assert source.under_way() == [[2, [2]], [3, [3]], [4, [4]]]
+    left = json.loads(json.dumps([[2, [20]], [4, [40]]]))
+    (tmp_path / "again").mkdir()
+    resumed = beside(plays, again=left, number=4, folder=tmp_path / "again", async_queue=2)
+    assert resumed.under_way() == left
+    batches = [resumed.next(number, True) for number in range(4)]
+    assert [batch.episodes for batch in batches] == [[2], [4], [5], [6]]
+    assert [batch.asked.tolist() for batch in batches] == [[20], [40], [5], [6]]
+
+
+def test_a_resumed_run_in_lockstep_begins_with_the_weights_that_were_sampled_from(beside, tmp_path):
+    source = beside(plays, sync_every=3, async_lockstep=True)
+    kept = source.kept()["sampled"]
+    with torch.no_grad():
+        source.policy.weight.add_(1.0)
+    source.sync(2)
+    assert torch.equal(source.kept()["sampled"]["weight"], kept["weight"]) and source.step == 0
+    save_file(kept, tmp_path / "sampled.safetensors")
+    (tmp_path / "again").mkdir()
+    resumed = beside(plays, folder=tmp_path / "again", sync_every=3, async_lockstep=True)
+    resumed.sync(9)
+    resumed.restore(tmp_path, 7)
+    other = torch.nn.Linear(1, 1)
+    assert take(other, resumed.path) == 7 == resumed.step == resumed.version.value
+    assert torch.equal(other.weight, kept["weight"])
+    assert beside(plays, folder=tmp_path / "again", sync_every=3).kept() == {}
+
+
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
@@ -260,6 +384,35 @@ def test_lockstep_is_the_synchronous_loop(tmp_path, quick_flags, flags):
     assert ages == ([0, 0, 0, 0] if not flags else [0, 2, 0, 2])
     first, second = (load_file(last_checkpoint(tmp_path / name) / "model.safetensors") for name in ("sync", "lock"))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_old_weights_with_a_bound_on_staleness_do_not_stop_the_training(tmp_path, quick_flags, capsys):
+    """Weights that are up to 8 steps old and a bound of 0: once a batch was too old nothing would be trained on, and no step would
+    come that brings new weights."""
+    train_module.main(parse_args([*quick_flags, "--problems-per-iteration", "2", "--eval-problems", "2", "--max-turns", "2",
+                                  "--replay", "none", "--sync-every", "8", "--quiet", "True", "--checkpoint-every", "0", "--runs-dir",
+                                  str(tmp_path), "--name", "x", "--iterations", "8", "--max-staleness", "0"]))
+    lines = metrics_of(tmp_path / "x")
+    ages, dropped = ([line[f"fresh/{name}"] for line in lines] for name in ("staleness_max", "dropped_stale"))
+    assert max(ages) == 1 and dropped == [8 * (age > 0) for age in ages] and sum(dropped) >= 16
+    assert all(after == 0 for age, after in zip(ages, ages[1:]) if age) and lines[-1]["step"] >= 3  # it goes on
+    assert capsys.readouterr().out.count("--max-staleness 0") == 1  # the warning
+
+
+def test_most_episodes_too_old_is_told_once_with_the_flags_that_help():
+    answers = [{"turns": 1, "parse_failures": 0, "length_stops": 0}] * 8
+    for pattern, told in ((0, 0, 8), 0), ((0, 8), 1), ((8,), 1), ((5,), 1), ((3,), 0):
+        look = Watch(Args(max_staleness=1, async_rollouts=1))
+        found = []
+        for round in range(6):
+            for too_old in pattern:
+                found += look.look(answers, [], [], too_old) + look.look([], [], [], 0)  # nothing came: no new evidence
+                again = Watch(look.args)
+                again.load_state_dict(json.loads(json.dumps(look.state_dict())))
+                look = again
+        assert len(found) == told
+        assert all(flag in text for text in found for flag in ("--max-staleness 1", "--async-queue", "--sync-every"))
+    look.load_state_dict({key: value for key, value in look.state_dict().items() if key != "dropped"})  # of an older checkpoint
 
 
 @pytest.mark.slow
