@@ -8,7 +8,7 @@ import numpy as np
 import ranks
 
 SCORED = ("reference", "proximal", "values", "probe")  # why log-probs or values of tokens were computed again
-PHASES = ("sample", "fresh", "replay", "probe", "eval")  # of an iteration, see runs.Clock
+PHASES = ("sample", "fresh", "replay", "probe", "eval", "save")  # of an iteration, see runs.Clock; save: of the one before it
 COUNTED = ("episodes_generated", "tokens_generated", "tokens_read", "episodes_trained", "tokens_trained", "tokens_trained_unique",
            "tokens_computed", *(f"tokens_scored_{kind}" for kind in SCORED))
 SECONDS = ("sampler_busy", "sampler_idle", "trainer_busy", "trainer_idle", *PHASES)
@@ -96,12 +96,13 @@ class Ledger:
             self.add(f"tokens_scored_{kind}", tokens.pop(kind))
 
     def spent(self, laps: dict, busy: float | None = None, idle: float | None = None):
-        """Seconds of an iteration by phase; `busy` and `idle` are those of all samplers together where they run beside it."""
+        """Seconds of an iteration by phase; `busy` and `idle` are those of all samplers together where they run beside it: then
+        the trainer is idle in all that is no training, else while it samples and the sampler while it trains."""
         for name, seconds in laps.items():
             self.add(f"seconds_{name.removesuffix('_s')}", seconds)
         training = laps["fresh_s"] + laps["replay_s"]
         self.add("seconds_trainer_busy", training)
-        self.add("seconds_trainer_idle", laps["sample_s"])
+        self.add("seconds_trainer_idle", laps["sample_s"] if busy is None else sum(laps.values()) - training)
         self.add("seconds_sampler_busy", laps["sample_s"] if busy is None else busy)
         self.add("seconds_sampler_idle", training if idle is None else idle)
 

@@ -9,7 +9,7 @@ from conftest import train
 from transformers import LlamaForCausalLM
 
 from buffer import Episode
-from ledger import Ledger, cost_ratio, matmul_parameters
+from ledger import PHASES, Ledger, cost_ratio, matmul_parameters
 from models import tiny_config, tiny_tokenizer
 
 
@@ -68,6 +68,19 @@ def test_side_by_side_the_estimator_from_counts_is_the_one_from_seconds_when_nob
     assert found["time/sampler_idle_share"] == found["time/trainer_idle_share"] == 0
 
 
+def test_beside_samplers_a_trainer_that_evaluates_measures_or_saves_is_idle():
+    """It trains 4 of 20 s; the estimator from counts would take all of them for training."""
+    ledger = Ledger({}, parameters=1, samplers=1)
+    laps = {"save_s": 3.0, "sample_s": 1.0, "fresh_s": 1.0, "replay_s": 3.0, "probe_s": 2.0, "eval_s": 10.0}
+    ledger.spent(laps, busy=15.0, idle=5.0)
+    found = ledger.metrics()
+    assert (found["time/total_trainer_busy_s"], found["time/total_trainer_idle_s"]) == (4, 16)
+    assert found["time/trainer_idle_share"] == 0.8 and found["time/total_save_s"] == 3
+    alone = Ledger({}, parameters=1)
+    alone.spent(laps)
+    assert alone.metrics()["time/total_trainer_idle_s"] == 1 and alone.metrics()["time/total_sampler_idle_s"] == 4
+
+
 @pytest.mark.parametrize("mu, costs", [(5.28, (1.274, 0.637, 0.425, 0.318, 0.212, 0.182)),
                                        (6.84, (1.020, 0.510, 0.340, 0.255, 0.170, 0.146))])
 def test_gamma_is_that_of_the_papers_tables(mu, costs):
@@ -108,7 +121,7 @@ def test_what_episodes_begin_with_alike_is_computed_once(tiny_folder):
 def test_a_run_is_booked(tmp_path, quick_flags):
     """Buffer alone, R = 24 fresh episodes, K = 2 draws of B = 6: y = 12/24."""
     train(*quick_flags, "--fresh-update", "False", "--replay", "uniform", "--runs-dir", tmp_path, "--name", "x",
-          "--iterations", 3)
+          "--iterations", 3, "--checkpoint-every", 1, "--keep-checkpoints", 1)
     lines = [json.loads(line) for line in (tmp_path / "x" / "metrics.jsonl").read_text().splitlines()]
     last = lines[-1]
     assert [line["cost/episodes_generated"] for line in lines] == [24, 48, 72]
@@ -118,6 +131,9 @@ def test_a_run_is_booked(tmp_path, quick_flags):
     assert last["cost/tokens_generated"] < last["tokens"] > last["cost/tokens_read"]
     assert last["cost/flops"] == last["cost/flops_generate"] + last["cost/flops_train"] and last["cost/flops_score"] == 0
     assert last["time/mu"] > 0 and last["time/compute"] > last["cost/episodes_trained"]
+    assert last["time/iteration_s"] == pytest.approx(sum(last[f"time/{name}_s"] for name in PHASES if name != "probe"))
+    assert lines[0]["time/save_s"] < lines[1]["time/save_s"] > 0 and last["time/total_save_s"] == pytest.approx(
+        sum(line["time/save_s"] for line in lines))  # each line has the writing of the one before
     [checkpoint] = (tmp_path / "x" / "checkpoints").iterdir()  # what a resumed run goes on from
     kept = json.loads((checkpoint / "state.json").read_text())["ledger"]
     assert all(kept[key.removeprefix("cost/")] == last[key] for key in last if key.startswith(("cost/tokens", "cost/episodes")))
