@@ -122,8 +122,8 @@ class Watch:
         dropped, all = map(sum, zip(*self.dropped))
         if len(self.dropped) < TOO_OLD_HISTORY or dropped < TOO_OLD * all:
             return {}
-        return {"stale": f"{dropped} of the {all} episodes of the last {TOO_OLD_HISTORY} iterations with any were dropped as older "
-                f"than --max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or make them "
+        return {"stale": f"{dropped} of the {all} episodes of {TOO_OLD_HISTORY} iterations were dropped as older than "
+                f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or make them "
                 f"younger: fewer batches ahead (--async-queue, now {self.args.async_queue}), new weights more often (--sync-every, "
                 f"now {self.args.sync_every})"}
 

@@ -15,10 +15,12 @@ import torch
 from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file, save_file
 
+from buffer import ProblemSampler
 from ledger import Ledger
 from models import Chat, load_policy
 from rollout import Completion, HFEngine
 from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name
+import samplers as samplers_module
 import train as train_module
 from settings import Args, parse_args
 from watch import Watch
@@ -373,17 +375,74 @@ def test_a_resumed_run_in_lockstep_begins_with_the_weights_that_were_sampled_fro
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
+def same_run(first, second) -> bool:
+    weights, others = (load_file(last_checkpoint(run) / "model.safetensors") for run in (first, second))
+    drift = [run / "drift.jsonl" for run in (first, second)]
+    return timeless(first) == timeless(second) and all(torch.equal(weights[name], others[name]) for name in weights) and (
+        not drift[0].exists() or drift[0].read_text() == drift[1].read_text())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--sync-every", "3"]], ids=["", "delayed"])
-def test_lockstep_is_the_synchronous_loop(tmp_path, quick_flags, flags):
-    both = [*quick_flags, *FROM_BUFFER, *flags, "--runs-dir", tmp_path, "--iterations", 4]
+@pytest.mark.parametrize("flags, ages", [
+    (FROM_BUFFER, [0, 0, 0, 0]), ([*FROM_BUFFER, "--sync-every", "3"], [0, 2, 0, 2]),
+    (["--replay", "fresh"], [0, 0, 0, 0]), (["--replay", "fresh", "--tau", "auto", "--probe-episodes", "4"], [0, 0, 0, 0]),
+], ids=["buffer alone", "delayed", "fresh update", "tau auto"])
+def test_lockstep_is_the_synchronous_loop(tmp_path, quick_flags, flags, ages):
+    both = [*quick_flags, *flags, "--runs-dir", tmp_path, "--iterations", 4]
     train(*both, "--name", "sync")
     train(*both, "--name", "lock", "--async-rollouts", 1, "--async-lockstep", "True")
-    assert timeless(tmp_path / "sync") == timeless(tmp_path / "lock")
-    ages = [line["fresh/staleness_mean"] for line in timeless(tmp_path / "lock")]
-    assert ages == ([0, 0, 0, 0] if not flags else [0, 2, 0, 2])
-    first, second = (load_file(last_checkpoint(tmp_path / name) / "model.safetensors") for name in ("sync", "lock"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert same_run(tmp_path / "sync", tmp_path / "lock")
+    assert [line["fresh/staleness_mean"] for line in timeless(tmp_path / "lock")] == ages
+    assert (tmp_path / "lock" / "drift.jsonl").exists() == ("auto" in flags)
+
+
+@pytest.fixture
+def lingering(tmp_path, tiny_folder):
+    """Flags of a task whose episodes take a while in a sampler's process, so that a signal meets it at work."""
+    (tmp_path / "lingering.py").write_text("""
+import multiprocessing
+import time
+from envs import FrozenLake
+class Lingering(FrozenLake):
+    def reset(self, problem_id, seed):
+        if multiprocessing.parent_process() is not None:
+            time.sleep(0.15)
+        return super().reset(problem_id, seed)
+""")
+    return ["--env", f"{tmp_path / 'lingering.py'}:Lingering", "--model", tiny_folder, "--env-options", "prompt", "tiny",
+            "--max-new-tokens", 6, "--lr", 1e-3]
+
+
+def interrupted(run) -> tuple[int, list]:
+    """(iterations done, jobs under way) of a run after Ctrl-C."""
+    os.kill(run.process.pid, signal.SIGINT)
+    run.ended(130)
+    state = json.loads((last_checkpoint(run.run) / "state.json").read_text())
+    return state["iteration"], [number for number, _ in state["under_way"]]
+
+
+@pytest.mark.slow
+def test_lockstep_goes_on_after_an_interrupt_as_the_synchronous_run(tmp_path, quick_flags, lingering):
+    flags = [*quick_flags, *lingering, *FROM_BUFFER, "--sync-every", 3, "--iterations", 6]
+    train(*flags, "--runs-dir", tmp_path, "--name", "sync")
+    run = Started(tmp_path, *flags, "--async-rollouts", 1, "--async-lockstep", "True")
+    done, under_way = interrupted(run)
+    assert done < 6 and under_way == [done + 1]
+    train("--resume", run.run)
+    assert same_run(tmp_path / "sync", run.run)
+
+
+@pytest.mark.slow
+def test_every_batch_is_played_once_in_a_run_that_was_interrupted(tmp_path, quick_flags, lingering):
+    run = Started(tmp_path, *quick_flags, *lingering, "--replay", "none", "--async-rollouts", 1, "--async-queue", 1, "--iterations", 500)
+    done, under_way = interrupted(run)
+    assert under_way == [done + 1, done + 2]
+    train("--resume", run.run, "--iterations", done + 4)
+    shown = [json.loads(line) for line in (run.run / "episodes.jsonl").read_text().splitlines()]
+    first = {row["group_id"] // 6: row["problem_id"] for row in shown if "group_id" in row}  # four of a batch's first group
+    assert len(shown) == 4 * len(first) and sorted(first) == list(range(1, done + 5))
+    problems, sampler = np.array(tiny_lake().problems("train", 64)), ProblemSampler(64, "uniform", group_size=4, seed=0)
+    assert first == {number: problems[sampler.select(6, number)[0]] for number in range(1, done + 5)}  # as if undisturbed
 
 
 def test_old_weights_with_a_bound_on_staleness_do_not_stop_the_training(tmp_path, quick_flags, capsys):
@@ -397,6 +456,33 @@ def test_old_weights_with_a_bound_on_staleness_do_not_stop_the_training(tmp_path
     assert max(ages) == 1 and dropped == [8 * (age > 0) for age in ages] and sum(dropped) >= 16
     assert all(after == 0 for age, after in zip(ages, ages[1:]) if age) and lines[-1]["step"] >= 3  # it goes on
     assert capsys.readouterr().out.count("--max-staleness 0") == 1  # the warning
+
+
+def test_what_is_too_old_counts_in_its_groups_mean_and_is_not_trained_on(tmp_path, quick_flags, monkeypatch):
+    """Every second episode of a group is made too old; advantages are rewards less the mean of the whole group."""
+    collect, update, played, trained = samplers_module.collect, train_module.update, {}, []
+
+    def older(*arguments, **more):
+        episodes, transcripts = collect(*arguments, **more)
+        for episode in episodes:
+            played.setdefault(episode.group_id, []).append(episode.reward)
+        for episode in episodes[::2]:
+            episode.policy_step -= 3
+        return episodes, transcripts
+
+    monkeypatch.setattr(samplers_module, "collect", older)
+    monkeypatch.setattr(train_module, "update", lambda learner, episodes, **how: trained.extend(episodes) or update(
+        learner, episodes, **how))
+    train_module.main(parse_args([*quick_flags, "--replay", "none", "--max-staleness", "2", "--advantage", "dr_grpo", "--quiet", "True",
+                                  "--eval-problems", "2", "--iterations", "2", "--runs-dir", str(tmp_path), "--name", "x"]))
+    assert [line["fresh/dropped_stale"] for line in metrics_of(tmp_path / "x")] == [12, 12] and len(trained) == 24
+    differ = 0
+    for episode in trained:
+        rewards = played[episode.group_id]
+        assert episode.reward in rewards[1::2]
+        assert episode.advantages[episode.action_mask] == pytest.approx(episode.reward - np.mean(rewards), abs=1e-6)
+        differ += abs(np.mean(rewards) - np.mean(rewards[1::2])) > 1e-6
+    assert differ > 0  # a mean after the drop would be another one
 
 
 def test_most_episodes_too_old_is_told_once_with_the_flags_that_help():
@@ -458,7 +544,7 @@ def test_replay_beside_sampling_and_a_sampler_that_is_killed_is_replaced(tmp_pat
 def test_a_dead_sampler_ends_the_run_in_seconds_with_a_checkpoint(tmp_path, quick_flags):
     run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--async-rollouts", 1, "--iterations", 500)
     os.kill(run.samplers[0], signal.SIGKILL)
-    errors = run.ended(1)
+    errors = run.ended(1, 60)  # seconds: an iteration, a checkpoint and the end of a process beside other load
     assert "sampler 0 died: it was ended by SIGKILL" in errors and "--resume" in errors
     done = metrics_of(run.run)[-1]["iteration"]
     state = json.loads((last_checkpoint(run.run) / "state.json").read_text())
