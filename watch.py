@@ -123,9 +123,9 @@ class Watch:
         if len(self.dropped) < TOO_OLD_HISTORY or dropped < TOO_OLD * all:
             return {}
         return {"stale": f"{dropped} of the {all} episodes of {TOO_OLD_HISTORY} iterations were dropped as older than "
-                f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or make them "
-                f"younger: fewer batches ahead (--async-queue, now {self.args.async_queue}), new weights more often (--sync-every, "
-                f"now {self.args.sync_every})"}
+                f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or "
+                f"make them younger: fewer batches ahead (--async-queue, now {self.args.async_queue}), new weights more often "
+                f"(--sync-every, now {self.args.sync_every})"}
 
     def gradient(self, kind: str, updates: list[dict]) -> dict:
         found, norms = {}, self.norms[kind]

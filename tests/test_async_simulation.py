@@ -16,69 +16,65 @@ def rollout(step: int, number: int) -> Episode:
                    reward=0.0, score=0.0, problem_id=0, group_id=number, policy_step=step, last_policy_step=step, iteration=0)
 
 
-def simulate(mu, samplers, trainers, *, batch, capacity=None, queue=None, end=3000.0, noise=1.0, seed=0, shards=1) -> dict:
-    """Samplers take mu on average for a rollout, `trainers` together batch/trainers for a step; gamma-distributed times of
-    relative spread `noise`. With `capacity`: a buffer that is drawn from, in `shards`. Without: a queue of at most `queue`
-    rollouts, each used once. What is returned holds the totals that a run's ledger has."""
-    rng, step, number = np.random.default_rng(seed), 0, 0
+def simulate(mu, samplers, trainers, *, batch, job, ahead=2, capacity=None, end=3000.0, noise=0.3, seed=0, shards=1) -> dict:
+    """Samplers take mu a rollout and send `job` of them at once, `trainers` together take batch/trainers for a step; gamma-
+    distributed times of relative spread `noise`. As in the loop, at most samplers + `ahead` jobs are open (given out and not
+    taken), and the trainer takes and gives out only between two steps. With `capacity`: all that arrived goes into a buffer that
+    is drawn from, in `shards`. Without: one job a step, each used once. What is returned holds the totals of a run's ledger."""
+    rng, step, trained, generated = np.random.default_rng(seed), 0, 0, 0
     duration = lambda mean: mean * rng.gamma(1 / noise**2) * noise**2 if noise else mean  # noqa: E731
     buffers = [ReplayBuffer(capacity // shards, "uniform", seed=seed + place) for place in range(shards if capacity else 0)]
-    waiting, ages = deque(), []
-    idle, busy = {"sampler": 0.0, "trainer": 0.0}, {"sampler": 0.0, "trainer": 0.0}
-    events = [(duration(mu), place, 0) for place in range(samplers)]  # (time, sampler or -1, step of its weights)
-    heapq.heapify(events)
-    blocked, trainer_since, trained = [], 0.0, 0  # blocked: (since, rollout) of samplers that wait for room
+    idle, ages, drawn = {"sampler": 0.0, "trainer": 0.0}, [], []
+    # samplers at work, each at another place in its job, as after a while
+    events = [(duration(mu * job) * (place + 1) / samplers, place, 0) for place in range(samplers)]
+    heapq.heapify(events)  # (time, sampler or -1, step of its weights)
+    arrived, free, jobs, since = deque(), deque(), ahead, 0.0  # free: (since, sampler); jobs: nobody's yet; since: trainer waits
 
-    def begin_step(now):
-        """The trainer draws if it can; its step ends as an event of the heap."""
-        nonlocal trainer_since, trained
-        if buffers:
-            if any(not buffer.ready(batch // shards, step) for buffer in buffers):
-                return
-            for buffer in buffers:
-                ages.extend(buffer.sample(batch // shards, step).ages)
-        else:
-            if len(waiting) < batch:
-                return
-            ages.extend(step - waiting.popleft() for _ in range(batch))
-            while blocked and len(waiting) < queue:
-                since, born, place = blocked.pop(0)
-                idle["sampler"] += now - since
-                waiting.append(born)
-                began(place, now)
-        idle["trainer"] += now - trainer_since
-        trained += batch
-        spent = duration(batch / trainers)
-        busy["trainer"] += spent
-        trainer_since = math.inf  # at work
-        heapq.heappush(events, (now + spent, -1, 0))
+    def begin(place, now):
+        nonlocal jobs
+        jobs -= 1
+        heapq.heappush(events, (now + duration(mu * job), place, step))
 
-    def began(place, now):
-        spent = duration(mu)
-        busy["sampler"] += spent
-        heapq.heappush(events, (now + spent, place, step))
+    def look(now):
+        """The trainer takes what arrived, gives out as many jobs and makes a step if it can."""
+        nonlocal jobs, since
+        taken = [arrived.popleft() for _ in range(len(arrived) if buffers else min(1, len(arrived)))]
+        ages.extend(step - born for born in taken)
+        jobs += len(taken)
+        while jobs and free:
+            waited, place = free.popleft()
+            idle["sampler"] += now - waited
+            begin(place, now)
+        for shard, buffer in enumerate(buffers):
+            for born in taken:
+                buffer.add([rollout(born, number) for number in range(job)][shard::shards], step)
+        if not all(buffer.ready(batch // shards, step) for buffer in buffers) if buffers else not taken:
+            return
+        for buffer in buffers:
+            drawn.extend(buffer.sample(batch // shards, step).ages)
+        idle["trainer"] += now - since
+        since = math.inf  # at work
+        heapq.heappush(events, (now + duration(batch / trainers), -1, 0))
 
-    busy["sampler"] += sum(time for time, _, _ in events)
     while events[0][0] < end:
         now, place, born = heapq.heappop(events)
         if place < 0:
-            step, trainer_since = step + 1, now
+            step, trained, since = step + 1, trained + batch, now
         else:
-            number += 1
-            if buffers:
-                buffers[number % shards].add([rollout(born, number)], step)
-                began(place, now)
-            elif len(waiting) < queue:
-                waiting.append(born)
-                began(place, now)
+            generated += job
+            arrived.append(born)
+            if jobs:
+                begin(place, now)
             else:
-                blocked.append((now, born, place))
-        if trainer_since < math.inf:
-            begin_step(now)
+                free.append((now, place))
+        if since < math.inf:
+            look(now)
+    idle["sampler"] += sum(end - waited for waited, _ in free)
+    idle["trainer"] += max(0.0, end - since)
     counts = [buffer.counts for buffer in buffers]
-    return {"generated": number, "trained": trained, "steps": step, "ages": np.array(ages), "busy": busy, "idle": idle,
-            "buffers": buffers, "unused": sum(count["evicted_unused"] for count in counts) / max(1, sum(
-                count["evicted"] for count in counts))}
+    return {"generated": generated, "trained": trained, "steps": step, "arrival": np.array(ages), "drawn": np.array(drawn),
+            "busy": {"sampler": samplers * end - idle["sampler"], "trainer": end - idle["trainer"]}, "idle": idle,
+            "unused": sum(count["evicted_unused"] for count in counts) / max(1, sum(count["evicted"] for count in counts))}
 
 
 def booked(found, samplers, trainers=1) -> dict:
@@ -90,68 +86,97 @@ def booked(found, samplers, trainers=1) -> dict:
     return ledger.metrics()
 
 
-@pytest.mark.parametrize("samplers, trainers", [(7, 1), (6, 2), (4, 4)])
-def test_where_nobody_waits_the_replay_ratio_is_mu_trainers_over_samplers(samplers, trainers):
-    """Counts of rollouts vary by about sqrt(samplers end/mu); the bound is four standard errors of the log of their ratio."""
-    mu, batch, end = 5.28, 60, 4000.0
-    found = simulate(mu, samplers, trainers, batch=batch, capacity=252, end=end)
-    y = found["trained"] / found["generated"]
-    bound = 4 * math.sqrt(mu / (samplers * end) + batch / (trainers * end)) + batch / (trainers * end) * 4
-    assert abs(math.log(y / (mu * trainers / samplers))) < bound
-    numbers = booked(found, samplers)
-    assert numbers["cost/replay_ratio"] == y
-    assert numbers["time/mu_counts"] == pytest.approx(mu * trainers, rel=2 * bound)  # the trainers count as one here
-    assert numbers["time/mu"] == pytest.approx(mu * trainers, rel=2 * bound)
-    assert numbers["time/gamma"] == pytest.approx((1 + samplers) / (1 + mu * trainers), rel=2 * bound)  # (1 + W/T)/(1 + mu)
-    assert numbers["time/trainer_idle_share"] < 0.05 and numbers["time/sampler_idle_share"] == 0
+def settled(ages) -> np.ndarray:
+    """Without the first tenth, where things start."""
+    return ages[len(ages) // 10:]
 
 
-def test_ages_are_those_of_a_buffer_that_is_renewed_at_the_measured_rate():
-    """With steps and rollouts of fixed length R = W/mu B/T rollouts come a step. Those that arrived during the last step were
-    begun with the weights before it: ages are those of the synchronous loop, mean (N/R - 1)/2, plus one step, plus the
-    mu T/B steps that a rollout takes."""
+PAPER = dict(batch=60, job=64, capacity=252)  # 4 problems of 16 rollouts a job, as in configs/openr1math_qwen25_7b_fifo.yaml
+
+
+@pytest.mark.parametrize("samplers, trainers, waiting", [(7, 1, 0.02), (6, 2, 0.002), (4, 4, 0.002)])
+def test_where_nobody_waits_the_replay_ratio_is_mu_trainers_over_samplers(samplers, trainers, waiting):
+    """Jobs and steps are counted: the bound is four standard errors of the log of their ratio, and a job and two steps at the
+    ends. Two jobs ahead are nearly enough for a trainer that looks once a step; with none each job waits for that look, evenly
+    spread over a step."""
+    mu, end, noise = 5.28, 12000.0, 0.1
+    step, length = PAPER["batch"] / trainers, mu * PAPER["job"]
+    bound = 4 * noise * math.sqrt(length / (samplers * end) + step / end) + (length + 2 * step) / end
+    even = 4 / math.sqrt(3 * samplers * end / length)
+    for ahead, idle in (2, None), (0, step / 2 / (length + step / 2)):
+        found = simulate(mu, samplers, trainers, **PAPER, ahead=ahead, noise=noise, end=end)
+        y, numbers = found["trained"] / found["generated"], booked(found, samplers)
+        waits = numbers["time/sampler_idle_share"]
+        assert waits == pytest.approx(idle, rel=even) if idle else waits < waiting
+        assert numbers["time/trainer_idle_share"] < 0.01  # until the buffer is filled
+        assert abs(math.log(y * (1 - waits) / (mu * trainers / samplers))) < bound
+        assert numbers["cost/replay_ratio"] == y
+        assert numbers["time/mu_counts"] == pytest.approx(mu * trainers / (1 - waits), rel=bound)  # trainers count as one here
+        assert numbers["time/mu"] == pytest.approx(mu * trainers, rel=bound)
+        if ahead:  # gamma is the paper's (1 + W/T)/(1 + mu)
+            assert numbers["time/gamma"] == pytest.approx((1 + samplers) / (1 + mu * trainers), rel=2 * bound)
+            assert settled(found["arrival"]).mean() == pytest.approx(1 + length / step, rel=0.03)  # docs/scaling.md
+
+
+@pytest.mark.parametrize("job, ahead", [(64, 2), (16, 4)])
+def test_ages_are_those_of_a_buffer_that_is_renewed_at_the_measured_rate(job, ahead):
+    """With steps and jobs of fixed length R = W/mu B/T rollouts come a step. A job is taken by the first step that begins after
+    it, and was begun with the weights of the last step that had ended: ages are those of the synchronous loop, mean (N/R - 1)/2,
+    plus one step, plus the steps that a job takes."""
     mu, samplers, trainers, batch, capacity = 5.28, 6, 2, 60, 252
-    found = simulate(mu, samplers, trainers, batch=batch, capacity=capacity, noise=0.0, end=4000.0)
+    found = simulate(mu, samplers, trainers, batch=batch, job=job, capacity=capacity, ahead=ahead, noise=0.0, end=12000.0)
     arriving = samplers / mu * batch / trainers  # R
     assert arriving == pytest.approx(34, abs=0.1)  # section 5.1 of the notes: (252, 34, 60)
-    ages = found["ages"][len(found["ages"]) // 10:]
-    horizon, lag = capacity / arriving, mu / (batch / trainers)
-    assert ages.mean() == pytest.approx((horizon - 1) / 2 + 1 + lag, abs=0.1) and ages.min() == 1
-    assert horizon <= ages.max() <= horizon + 1 + lag
-    assert found["trained"] / found["generated"] == pytest.approx(1.765, abs=0.03)
+    assert found["idle"]["sampler"] == 0
+    horizon, lag = capacity / arriving, mu * job / (batch / trainers)
+    arrival, drawn = settled(found["arrival"]), settled(found["drawn"])
+    assert arrival.mean() == pytest.approx(1 + lag, abs=0.1) and set(arrival) == {math.ceil(lag), math.ceil(lag) + 1}
+    assert drawn.mean() == pytest.approx((horizon - 1) / 2 + 1 + lag, abs=0.2)
+    assert drawn.min() == math.ceil(lag) and horizon + lag - 1 <= drawn.max() <= horizon + lag + 1 + job / arriving
+    assert found["trained"] / found["generated"] == pytest.approx(1.76, abs=0.02)
     assert found["unused"] == pytest.approx((1 - batch / capacity) ** horizon, abs=0.02)  # 0.134 in the synchronous loop
 
 
-def test_a_bounded_queue_stalls_the_faster_side_and_a_buffer_does_not():
-    slow_trainer = simulate(2.0, 8, 1, batch=20, queue=40)  # four times as many rollouts as it can take
+def test_a_queue_stalls_the_faster_side_and_is_as_old_as_it_is_long():
+    slow_trainer = simulate(2.0, 8, 1, batch=20, job=20, end=12000.0)  # four times as many rollouts as it can take
     numbers = booked(slow_trainer, 8)
-    assert numbers["time/sampler_idle_share"] == pytest.approx(0.75, abs=0.05) and numbers["time/trainer_idle_share"] < 0.02
-    assert slow_trainer["trained"] / slow_trainer["generated"] == pytest.approx(1, abs=0.05)  # each once
-    assert 1 < slow_trainer["ages"].mean() < 3  # a full queue is two batches, and samplers do not run ahead of it
-    slow_samplers = simulate(8.0, 2, 1, batch=20, queue=40, end=30000.0)  # a quarter of what it could take
+    assert numbers["time/sampler_idle_share"] == pytest.approx(0.75, abs=0.02) and numbers["time/trainer_idle_share"] < 0.01
+    assert 0 <= slow_trainer["generated"] - slow_trainer["trained"] <= (8 + 2 + 1) * 20  # each once; the rest is open
+    assert 9 < settled(slow_trainer["arrival"]).mean() < 10.05  # W + Q
+    even = simulate(2.0, 8, 1, batch=20, job=20, noise=0.0)
+    assert set(settled(even["arrival"])) == {10}  # nobody overtakes
+    slow_samplers = simulate(8.0, 2, 1, batch=20, job=20, end=30000.0)  # a quarter of what it could take
     numbers = booked(slow_samplers, 2)
-    assert numbers["time/trainer_idle_share"] == pytest.approx(0.75, abs=0.05) and numbers["time/sampler_idle_share"] < 0.01
-    for mu, samplers in ((2.0, 8), (8.0, 2)):
-        numbers = booked(simulate(mu, samplers, 1, batch=20, capacity=80), samplers)
-        assert numbers["time/sampler_idle_share"] == 0 and numbers["time/trainer_idle_share"] < 0.05  # until it is filled
-        assert numbers["cost/replay_ratio"] == pytest.approx(mu / samplers, rel=0.1)
+    assert numbers["time/trainer_idle_share"] == pytest.approx(0.75, abs=0.02) and numbers["time/sampler_idle_share"] == 0
+    assert slow_samplers["arrival"].mean() == pytest.approx(2, abs=0.2)  # W
+
+
+@pytest.mark.parametrize("mu, samplers, ahead, waits", [
+    (2.0, 8, 12, (0, 0.002)),   # four jobs come in a step: with two ahead half of the samplers run dry in many steps
+    (2.0, 8, 2, (0.05, 0.15)),
+    (8.0, 2, 2, (0, 0.002)),    # a quarter of a job in a step: with none ahead it waits for the trainer's look
+    (8.0, 2, 0, (0.05, 0.08))])
+def test_a_buffer_stalls_only_samplers_that_run_out_of_jobs_between_two_looks(mu, samplers, ahead, waits):
+    found = simulate(mu, samplers, 1, batch=20, job=20, capacity=80, ahead=ahead, end=4000.0 if mu < 8 else 12000.0)
+    numbers, share = booked(found, samplers), booked(found, samplers)["time/sampler_idle_share"]
+    assert waits[0] <= share <= waits[1] and numbers["time/trainer_idle_share"] < 0.01  # until it is filled
+    assert numbers["cost/replay_ratio"] == pytest.approx(mu / samplers / (1 - share), rel=0.08)
 
 
 def test_at_the_matched_ratio_a_buffer_absorbs_what_stalls_a_queue():
-    """W/T = mu: a replay ratio of 1 in both; random times leave one side of a short queue waiting. 6,000 rollouts, 750 steps."""
-    queue, buffer = (simulate(4.0, 4, 1, batch=8, end=6000.0, **kind) for kind in ({"queue": 8}, {"capacity": 64}))
-    bound = 4 * math.sqrt(1 / 6000 + 1 / 750)
+    """W/T = mu: a replay ratio of 1 in both; random times leave one side of a short queue waiting. About 750 jobs and steps."""
+    queue, buffer = (simulate(4.0, 4, 1, batch=8, job=8, end=6000.0, noise=1.0, **kind) for kind in ({}, {"capacity": 64}))
+    bound = 4 * math.sqrt(2 / 750)
     assert queue["steps"] < 0.9 * buffer["steps"]
-    assert booked(queue, 4)["time/trainer_idle_share"] > 0.1 > 0.01 > booked(buffer, 4)["time/trainer_idle_share"]
+    assert booked(queue, 4)["time/trainer_idle_share"] > 0.08 > 0.01 > booked(buffer, 4)["time/trainer_idle_share"]
+    assert booked(queue, 4)["time/sampler_idle_share"] > 0.12 > 0.06 > booked(buffer, 4)["time/sampler_idle_share"] > 0
     assert buffer["trained"] / buffer["generated"] == pytest.approx(1, rel=bound)
-    # the estimator from counts is right for the buffer; with idle time it is not, the one from seconds still is
-    assert booked(buffer, 4)["time/mu_counts"] == pytest.approx(4, rel=bound)
     for found in (queue, buffer):
         assert booked(found, 4)["time/mu"] == pytest.approx(4, rel=bound)
 
 
 @pytest.mark.slow
 def test_shards_of_a_buffer_are_as_old_as_the_whole():
-    whole, parts = (simulate(5.28, 6, 2, batch=60, capacity=252, shards=shards, end=6000.0) for shards in (1, 2))
-    assert parts["ages"].mean() == pytest.approx(whole["ages"].mean(), rel=0.05)
+    whole, parts = (simulate(5.28, 6, 2, **PAPER, shards=shards, end=12000.0) for shards in (1, 2))
+    assert parts["drawn"].mean() == pytest.approx(whole["drawn"].mean(), rel=0.05)
     assert parts["unused"] == pytest.approx(whole["unused"], abs=0.03)
