@@ -132,7 +132,7 @@ def test_a_run_is_booked(tmp_path, quick_flags):
     assert last["cost/flops"] == last["cost/flops_generate"] + last["cost/flops_train"] and last["cost/flops_score"] == 0
     assert last["time/mu"] > 0 and last["time/compute"] > last["cost/episodes_trained"]
     assert last["time/iteration_s"] == pytest.approx(sum(last[f"time/{name}_s"] for name in PHASES if name != "probe"))
-    assert lines[0]["time/save_s"] < lines[1]["time/save_s"] > 0 and last["time/total_save_s"] == pytest.approx(
+    assert lines[0]["time/save_s"] < lines[1]["time/save_s"] > 1e-3 and last["time/total_save_s"] == pytest.approx(
         sum(line["time/save_s"] for line in lines))  # each line has the writing of the one before
     [checkpoint] = (tmp_path / "x" / "checkpoints").iterdir()  # what a resumed run goes on from
     kept = json.loads((checkpoint / "state.json").read_text())["ledger"]
