@@ -500,6 +500,19 @@ def test_each_of_two_processes_samples_with_its_own_engine(tmp_path, quick_flags
     check_first_ratios(lines)
 
 
+@pytest.mark.slow
+def test_two_processes_share_one_server(served, tmp_path, quick_flags):
+    """One of them sends the adapter and takes it back; the run ends well, and the server is as it was."""
+    url, folder = served
+    torchrun(*quick_flags, "--engine", url, "--model", folder, "--env-options", "prompt", "tiny", "--max-new-tokens", 6,
+             "--context-length", 512, "--lora-rank", 4, "--lora-sync", "adapter", "--shared-folder", tmp_path, "--iterations", 2,
+             "--eval-problems", 4, "--runs-dir", tmp_path, "--name", "two")
+    lines = metrics_of(tmp_path / "two")
+    assert len(lines) == 2 and all(line["fresh/episodes"] == 24 for line in lines)
+    check_first_ratios(lines)
+    assert [model["id"] for model in requests.get(url + "/v1/models", timeout=5).json()["data"]] == [str(folder)]
+
+
 def test_a_training_run_that_is_interrupted_ends_at_once(tmp_path, quick_flags):
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--engine", "vllm", "--iterations", "1000", "--name", "full",
