@@ -6,7 +6,7 @@
 
 Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal optimiser steps; one thread a process, except where it says two.
 Evaluation is not timed: policies are evaluated afterwards, from their checkpoints. Prints Markdown, medians over seeds (lowest to
-highest), and a line of JSON for each run to stderr. A run that does not reach the target counts as slower than all that do.
+highest), and a line of JSON for each run to stderr. A run that does not reach a target counts as slower than all that do.
 """
 import argparse
 import contextlib
@@ -46,7 +46,6 @@ ARMS = {  # name: (threads, updates an iteration, flags)
     "beside, ratio 2": (1, 2, FIXED),
     "beside, ratio 4": (1, 4, FIXED),
     "beside, nobody waits": (1, 2, [*BESIDE, *FIFO])}
-EVERY = 8  # optimiser steps between checkpoints
 MEASURED = ["gamma", "mu", "y", "sampler idle", "trainer idle", "age on arrival", "age at use", "its p5", "its p95"]
 
 
@@ -86,12 +85,12 @@ def held_out(args, folder: Path, count: int, temperature: float) -> float:
 def time_to(target: float, points: list[tuple[float, float]]) -> float:
     """Seconds at which a line through the points (seconds, success) first reaches the target; inf if it never does.
 
-    >>> time_to(0.5, [(0, 0.2), (10, 0.4), (20, 0.8)]), time_to(0.9, [(0, 0.2), (10, 0.4)])
-    (12.5, inf)
+    >>> time_to(0.5, [(0, 0.2), (10, 0.4), (20, 0.8)]), time_to(0.9, [(0, 0.2), (10, 0.4)]), time_to(0.1, [(0, 0.2), (10, 0.2)])
+    (12.5, inf, 0)
     """
     for (before_s, before), (after_s, after) in zip(points, points[1:]):
         if after >= target:
-            return before_s + (after_s - before_s) * max(0.0, target - before) / (after - before)
+            return before_s if before >= target else before_s + (after_s - before_s) * (target - before) / (after - before)
     return np.inf
 
 
@@ -111,22 +110,46 @@ def table(columns: list[str], rows: dict[str, list[str]]):
         print(f"| {name} | {' | '.join(cells)} |")
 
 
+def show(found: dict[str, list[dict]], targets: list[float]):
+    """The tables; ratios are to the run of the same seed, n/a where one of both did not get there."""
+    def cells(name: str, columns: list[str]) -> list[str]:
+        return [cell([row[column] for row in found[name]]) for column in columns]
+
+    def ratios(value, name: str, base: str) -> str:
+        if base not in found or name == base:
+            return ""
+        pairs = [(value(row), value(other)) for row, other in zip(found[name], found[base])]
+        reached = [one / other for one, other in pairs if one < np.inf and 0 < other < np.inf]
+        return (cell(reached) if reached else "n/a") + (f", {len(reached)} of {len(pairs)}" if len(reached) < len(pairs) else "")
+
+    table(["s an update", "to in turns", "work an update to beside, ratio 1", *MEASURED],
+          {name: [*cells(name, ["s an update"]), ratios(lambda row: row["s an update"], name, "in turns"),
+                  ratios(lambda row: row["work an update"], name, "beside, ratio 1"), *cells(name, MEASURED)] for name in found})
+    table(["episodes", "held out", "greedily", *(column for target in targets for column in (
+        f"s to {target:g}", "to in turns", "to beside, queue"))],
+        {name: [*cells(name, ["episodes", "held out", "greedily"]), *(text for target in targets for text in (
+            cell([time_to(target, row["curve"]) for row in found[name]]),
+            *(ratios(lambda row: time_to(target, row["curve"]), name, base) for base in ("in turns", "beside, queue"))))]
+         for name in found})
+
+
 def plot(found: dict[str, list[dict]], title: str, path: str):
     """Held-out success over seconds: a line a seed."""
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
-    for place, (name, rows) in enumerate(found.items()):
+    figure, axis = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for name, rows in found.items():
         for seed, row in enumerate(rows):
-            axis.plot(*zip(*row["curve"]), color=f"C{place}", alpha=0.8, label=None if seed else name)
+            axis.plot(*zip(*row["curve"]), color=f"C{list(ARMS).index(name)}", alpha=0.8, label=None if seed else name)
     axis.set(xlabel="seconds, without evaluation", ylabel="held-out success, temperature 1", title=title)
-    axis.legend()
+    figure.legend(loc="outside right center")
     figure.savefig(path, dpi=110)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=64, help=f"optimiser steps, a multiple of {EVERY}")
-    parser.add_argument("--target", type=float, default=0.6)
+    parser.add_argument("--steps", type=int, default=96, help="optimiser steps, a multiple of --every")
+    parser.add_argument("--every", type=int, default=8, help="optimiser steps between evaluations, a multiple of 4")
+    parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7], help="held-out success")
     parser.add_argument("--heldout", type=int, default=256, help="held-out problems")
     parser.add_argument("--wait-ms", type=float, default=0.0, help="that the task takes for a move")
     parser.add_argument("--tiny-width", default="128")
@@ -152,33 +175,18 @@ def main():
                 subprocess.run([sys.executable, ROOT / "train.py", *flags, "--model", start, *task, "--lr", str(args.lr),
                                 "--max-new-tokens", str(args.max_new_tokens), "--lr-schedule", "constant", "--seed", str(seed),
                                 "--runs-dir", runs, "--name", run.name, "--iterations", str(arguments.steps // updates),
-                                "--checkpoint-every", str(EVERY // updates), "--keep-checkpoints", str(arguments.steps),
+                                "--checkpoint-every", str(arguments.every // updates), "--keep-checkpoints", str(arguments.steps),
                                 "--eval-every", "0", "--eval-problems", "16", "--wandb", "off", "--quiet", "True", *flags_of_all],
                                check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": str(threads)})
                 row = measured(run)
                 folders = sorted((run / "checkpoints").glob("step_*"), key=lambda folder: row["seconds at step"][step_of(folder)])
                 row["curve"] = [(0.0, at_start)] + [(row["seconds at step"][step_of(folder)],
                                                      held_out(args, folder, arguments.heldout, 1.0)) for folder in folders]
-                row |= {"s to target": time_to(arguments.target, row["curve"]), "held out": row["curve"][-1][1],
-                        "greedily": held_out(args, folders[-1], arguments.heldout, 0.0)}
+                row |= {"held out": row["curve"][-1][1], "greedily": held_out(args, folders[-1], arguments.heldout, 0.0)}
                 found[name].append(row)
                 print(json.dumps({"arm": name, "seed": seed} | row, default=float), file=sys.stderr, flush=True)
 
-    def ratios(column: str, name: str, base: str) -> str:
-        """Of the same seed's runs."""
-        return "" if base not in found or name == base else cell([
-            np.inf if row[column] == np.inf else row[column] / max(other[column], 1e-9)
-            for row, other in zip(found[name], found[base])])
-
-    def cells(name: str, columns: list[str]) -> list[str]:
-        return [cell([row[column] for row in found[name]]) for column in columns]
-
-    table(["s an update", "to in turns", "work an update to in turns", *MEASURED],
-          {name: [*cells(name, ["s an update"]), ratios("s an update", name, "in turns"),
-                  ratios("work an update", name, "in turns"), *cells(name, MEASURED)] for name in found})
-    table(["episodes", "held out", "greedily", f"s to {arguments.target:g}", "to in turns", "to beside, queue"],
-          {name: [*cells(name, ["episodes", "held out", "greedily", "s to target"]),
-                  *(ratios("s to target", name, base) for base in ("in turns", "beside, queue"))] for name in found})
+    show(found, arguments.targets)
     if arguments.plot:
         plot(found, f"{arguments.wait_ms:g} ms a move", arguments.plot)
 
