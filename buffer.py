@@ -869,7 +869,7 @@ class ReplayBuffer:
             for slot in shard._live()[np.argsort(shard.id[shard._live()])].tolist():
                 groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
         dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
-        for entries in sorted(groups.values(), key=lambda entries: min(int(shard.birthday[slot]) for shard, slot in entries)):
+        for _, entries in sorted(groups.items()):  # ids of groups rise: in the order of arrival, which decides who leaves first
             min(dealt, key=len).extend(entries)
 
         mine, slots = dealt[part], np.arange(len(dealt[part]))

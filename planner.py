@@ -22,6 +22,7 @@ from durable import fail
 ASSUMED_RHO = 0.1
 LEAST_ALPHA = 0.01
 FEWEST_DRAWS = 200  # and ages, 3: below, no slope is fitted
+FEWEST_ITERATIONS = 10  # below, its error is not told
 
 
 @dataclass
@@ -128,7 +129,7 @@ def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
 
 def fitted_alpha(ages_N: np.ndarray, squares_N: np.ndarray, iterations_N: np.ndarray) -> tuple[float, float]:
     """(alpha, standard error): half the slope of log E[ratio^2 | age] over log age, ages from 1 on, least squares weighted by
-    the number of draws; the error is the spread over 200 resamplings of whole iterations, whose draws hang together."""
+    the number of draws; the error is the spread over 200 resamplings of whole iterations, which hang together (NaN: few)."""
     age_K, place_N = np.unique(ages_N, return_inverse=True)
     line_L, line_N = np.unique(iterations_N, return_inverse=True)
     count_LK, total_LK = np.zeros((2, len(line_L), len(age_K)))
@@ -141,9 +142,9 @@ def fitted_alpha(ages_N: np.ndarray, squares_N: np.ndarray, iterations_N: np.nda
         return np.polyfit(np.log(age_K[seen]), np.log(total_K[seen] / count_K[seen]), 1, w=np.sqrt(count_K[seen]))[0] / 2 \
             if seen.sum() > 1 else math.nan
 
-    rng = np.random.default_rng(0)
-    drawn = rng.multinomial(len(line_L), np.full(len(line_L), 1 / len(line_L)), size=200)
-    return slope(np.ones(len(line_L))), float(np.nanstd([slope(times_L) for times_L in drawn]))
+    drawn = np.random.default_rng(0).multinomial(len(line_L), np.full(len(line_L), 1 / len(line_L)), size=200)
+    error = float(np.nanstd([slope(times_L) for times_L in drawn])) if len(line_L) >= FEWEST_ITERATIONS else math.nan
+    return slope(np.ones(len(line_L))), error
 
 
 def measured_alpha(records: list[dict]) -> tuple[float, list[str]]:
@@ -157,9 +158,10 @@ def measured_alpha(records: list[dict]) -> tuple[float, list[str]]:
         fail(f"alpha: replay.jsonl holds {len(rows)} replayed episodes with a signal, of {len(set(ages_N))} ages from 1 on; "
              f"{FEWEST_DRAWS} of 3 ages are needed: give --alpha")
     alpha, error = fitted_alpha(ages_N, squares_N, iterations_N)
-    told = [f"alpha {alpha:.3f} (standard error {error:.3f}): how the mean square of a token's ratio current/behaviour grows "
-            f"with its episode's age, over {len(rows)} replayed episodes aged 1 to {ages_N.max():.0f}. The ratio stands for the "
-            "noise of the gradient, which a run does not record: clipping and the base priority's choice are left out"]
+    spread = "not known" if math.isnan(error) else f"{error:.3f}"
+    told = [f"alpha {alpha:.3f} (standard error {spread}): how the mean square of a token's ratio current/behaviour grows with "
+            f"its episode's age, over {len(rows)} replayed episodes aged 1 to {ages_N.max():.0f}. The ratio stands for the noise "
+            "of the gradient, which a run does not record: clipping and the base priority's choice are left out"]
     if alpha < LEAST_ALPHA:
         told.append(f"   no growth of the noise can be seen at these ages: {LEAST_ALPHA} is taken, and N/R below is no more than "
                     "'larger than what was tried'")
@@ -188,7 +190,7 @@ def estimate(args: PlanArgs) -> list[str]:
     if config["unit"] == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
         ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
-        stay = config["capacity"] * last["step"] / last["cost/episodes_generated"]
+        stay = config["capacity"] * last["step"] / last["buffer/added_total"]
         told.append(f"the run itself: capacity {config['capacity']} and {fresh} new episodes an iteration, N/R {stay:.2f} in "
                     f"optimiser steps; replay ratio B/R {ratio}, gamma {gamma}")
     return told

@@ -95,8 +95,13 @@ def zero3_by_fsdp2():
 
 
 def close():
+    """Ends the exchange when all is written; and this process at once, since torch's threads of an exchange that still hold
+    tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291)."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 # ------------------------------------------------------------------------------------------------------- exchanges

@@ -1,10 +1,10 @@
 """Sampling beside training against sampling and training in turns: cost of a step, idle shares, mu, ages, time to a score.
 
     python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2                      # mu near 1; 20 minutes on two cores
-    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2 --wait-ms 25         # moves take a while: mu near 6
+    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2 --wait-ms 40         # moves take a while: mu near 6
     python benchmarks/bench_async.py --seeds 1 --steps 8 --arms "beside, ratio 2" "in turns" --lr 3e-4   # flags of train.py last
 
-Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal optimiser steps; one thread a process, except where it says two.
+Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal numbers of updates; one thread a process, except where it says two.
 Evaluation is not timed: policies are evaluated afterwards, from their checkpoints. Prints Markdown, medians over seeds (lowest to
 highest), and a line of JSON for each run to stderr. A run that does not reach a target counts as slower than all that do.
 """
@@ -55,9 +55,9 @@ def measured(run: Path) -> dict:
     first, last = lines[0], lines[-1]
     change = {name: last[name] - first[name] for name in last if name.startswith(("step", "time/total_", "cost/episodes_"))}
     busy = {side: change[f"time/total_{side}_busy_s"] for side in ("sampler", "trainer")}
-    idle = {side: change[f"time/total_{side}_idle_s"] for side in ("sampler", "trainer")}
+    idle = {"sampler": change["time/total_sampler_idle_s"], "trainer": change["time/total_sample_s"]}  # evaluation is no idling here
     generated, trained = change["cost/episodes_generated"], change["cost/episodes_trained"]
-    seconds = np.cumsum([line["time/iteration_s"] - line["time/eval_s"] for line in lines])
+    seconds = np.cumsum([line["time/iteration_s"] - line["time/eval_s"] - line["time/save_s"] for line in lines])
     mu, y = (busy["sampler"] / generated) / (busy["trainer"] / trained), trained / generated
     arrived = [line["fresh/staleness_mean"] for line in lines[1:] if line["fresh/staleness_mean"] is not None]
     ages = [age for line in map(json.loads, (run / "replay.jsonl").read_text().splitlines()) if line["iteration"] > 1
@@ -66,7 +66,9 @@ def measured(run: Path) -> dict:
             "gamma": (1 + mu / y) / (1 + mu), "mu": mu, "y": y,
             **{f"{side} idle": idle[side] / (idle[side] + busy[side]) for side in idle}, "age on arrival": np.mean(arrived),
             "age at use": np.mean(ages), "its p5": np.percentile(ages, 5), "its p95": np.percentile(ages, 95),
-            "episodes": last["episodes"], "seconds at step": {line["step"]: second for line, second in zip(lines, seconds)}}
+            "episodes": last["episodes"], "steps": last["step"],
+            # iterations without a signal take no step: the first that stands at a step counts
+            "seconds at step": {line["step"]: second for line, second in zip(lines[::-1], seconds[::-1])}}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -99,9 +101,9 @@ def number(value: float) -> str:
 
 
 def cell(values: list[float]) -> str:
-    """Median (lowest to highest), or one number if they are the same."""
+    """Median (lowest to highest), of two values both, or one number if they are the same."""
     low, middle, high = (number(np.percentile(values, place, method="nearest")) for place in (0, 50, 100))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    return middle if low == high else f"{low} and {high}" if len(values) == 2 else f"{middle} ({low} to {high})"
 
 
 def table(columns: list[str], rows: dict[str, list[str]]):
@@ -125,9 +127,9 @@ def show(found: dict[str, list[dict]], targets: list[float]):
     table(["s an update", "to in turns", "work an update to beside, ratio 1", *MEASURED],
           {name: [*cells(name, ["s an update"]), ratios(lambda row: row["s an update"], name, "in turns"),
                   ratios(lambda row: row["work an update"], name, "beside, ratio 1"), *cells(name, MEASURED)] for name in found})
-    table(["episodes", "held out", "greedily", *(column for target in targets for column in (
+    table(["steps", "episodes", "held out", "greedily", *(column for target in targets for column in (
         f"s to {target:g}", "to in turns", "to beside, queue"))],
-        {name: [*cells(name, ["episodes", "held out", "greedily"]), *(text for target in targets for text in (
+        {name: [*cells(name, ["steps", "episodes", "held out", "greedily"]), *(text for target in targets for text in (
             cell([time_to(target, row["curve"]) for row in found[name]]),
             *(ratios(lambda row: time_to(target, row["curve"]), name, base) for base in ("in turns", "beside, queue"))))]
          for name in found})
@@ -147,7 +149,7 @@ def plot(found: dict[str, list[dict]], title: str, path: str):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=96, help="optimiser steps, a multiple of --every")
+    parser.add_argument("--steps", type=int, default=96, help="updates, a multiple of --every; without signal they take no step")
     parser.add_argument("--every", type=int, default=8, help="optimiser steps between evaluations, a multiple of 4")
     parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7], help="held-out success")
     parser.add_argument("--heldout", type=int, default=256, help="held-out problems")

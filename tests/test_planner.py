@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import best_feasible, feasible, fitted_alpha, main, measured_alpha, objective, samplers_per_trainer, step_cost, unconstrained
+from planner import (best_feasible, feasible, fitted_alpha, main, measured_alpha, objective, samplers_per_trainer, step_cost,
+                     unconstrained)
 
 TABLE = [  # mu, rho, alpha, x*, y* as the notes on the paper list them, each with the step of its last digit
     (1, 0.1, 0.1, 6.667, 2.000, 1e-3), (4, 0.1, 0.1, 12.871, 4.745, 1e-3), (4, 1, 0.1, 2.514, 1.692, 1e-3),
@@ -160,6 +161,7 @@ def test_alpha_is_half_the_slope_of_the_second_moment():
     assert alpha == pytest.approx(0.3) and error == pytest.approx(0, abs=1e-9)
     alpha, error = fitted_alpha(ages, ages**0.4 * rng.lognormal(0, 0.6, len(ages)), iterations)
     assert abs(alpha - 0.2) < 4 * error and 0.005 < error < 0.05
+    assert math.isnan(fitted_alpha(ages, ages**0.4, iterations % 9)[1])  # too few to know
     slopes = rng.normal(0.2, 0.1, 50)  # of whole iterations: the error is theirs, 0.1/sqrt(50), however many draws each has
     alpha, error = fitted_alpha(ages, ages ** (2 * slopes[iterations]), iterations)
     assert abs(alpha - 0.2) < 4 * error and 0.01 < error < 0.02
@@ -181,7 +183,7 @@ def made_run(folder, ratio_of_age, samplers=0):
     totals, lines = {"sampling": 100.0, "training": 1.0}, []  # a slow start
     for i in range(1, 17):
         totals = {"sampling": totals["sampling"] + 5.0, "training": totals["training"] + 4.0}
-        lines.append({"iteration": i, "step": 2 * i, "time/total_sampler_busy_s": totals["sampling"],
+        lines.append({"iteration": i, "step": 2 * i, "buffer/added_total": 5 * i, "time/total_sampler_busy_s": totals["sampling"],
                       "time/total_trainer_busy_s": totals["training"],
                       "cost/episodes_generated": 10 * i, "cost/episodes_trained": 40 * i, "cost/replay_ratio": 4.0,
                       "time/gamma": 0.375, "time/mu_counts": 4.0 * samplers or None, "time/sampler_idle_share": 0.3,
@@ -201,7 +203,7 @@ def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, c
     assert "rho 0.1: assumed. It cannot be estimated" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
         *best_feasible(5, 0.1, 1)) in text
     assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio B/R 4.00, gamma 0.38" in text
-    assert "capacity 60 and 10 new episodes an iteration, N/R 12.00 in optimiser steps" in text  # R = 5
+    assert "capacity 60 and 10 new episodes an iteration, N/R 24.00 in optimiser steps" in text  # half are stored: R = 2.5
     assert "in turns on the same processors" in text
     text = printed(capsys, "--from", run, "--mu", 2, "--alpha", 0.2, "--rho", 1)
     assert text.splitlines()[1] == "mu 2, alpha 0.2, rho 1" and "assumed" not in text
