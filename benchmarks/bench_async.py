@@ -55,7 +55,7 @@ def measured(run: Path) -> dict:
     first, last = lines[0], lines[-1]
     change = {name: last[name] - first[name] for name in last if name.startswith(("step", "time/total_", "cost/episodes_"))}
     busy = {side: change[f"time/total_{side}_busy_s"] for side in ("sampler", "trainer")}
-    idle = {"sampler": change["time/total_sampler_idle_s"], "trainer": change["time/total_sample_s"]}  # evaluation is no idling here
+    idle = {"sampler": change["time/total_sampler_idle_s"], "trainer": change["time/total_sample_s"]}  # not its evaluations
     generated, trained = change["cost/episodes_generated"], change["cost/episodes_trained"]
     seconds = np.cumsum([line["time/iteration_s"] - line["time/eval_s"] - line["time/save_s"] for line in lines])
     mu, y = (busy["sampler"] / generated) / (busy["trainer"] / trained), trained / generated
