@@ -190,8 +190,9 @@ def estimate(args: PlanArgs) -> list[str]:
     if config["unit"] == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
         ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
-        stay = config["capacity"] * last["step"] / last["buffer/added_total"]
-        told.append(f"the run itself: capacity {config['capacity']} and {fresh} new episodes an iteration, N/R {stay:.2f} in "
+        stored = last["buffer/added_total"]
+        stay = f"{config['capacity'] * last['step'] / stored:.2f}" if stored else "n/a"
+        told.append(f"the run itself: capacity {config['capacity']} and {fresh} new episodes an iteration, N/R {stay} in "
                     f"optimiser steps; replay ratio B/R {ratio}, gamma {gamma}")
     return told
 
