@@ -377,10 +377,11 @@ def main(args: Args) -> dict:
             if stopped:
                 break
         if state["iteration"] < args.iterations:
-            asked_to = interrupt.signal or not source.error  # samplers may have got the signal too
+            number = max(ranks.gathered(interrupt.signal))  # all processes end alike, whichever got it
+            asked_to = number or not source.error  # samplers may have got the signal too
             print(f"{'stopped' if asked_to else 'sampling failed, as told above'}\nended after iteration {state['iteration']} of "
                   f"{args.iterations}, with a checkpoint; go on: python train.py --resume {run}", file=sys.stderr)
-            sys.exit(128 + interrupt.signal if asked_to else 1)
+            sys.exit(128 + number if asked_to else 1)
         if ranks.first():
             plot_learning_curves([run], run / "learning_curve.png")
         if drift is not None and ranks.first():
