@@ -3,6 +3,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -480,6 +481,16 @@ class Started:
         assert self.launcher.wait(200) != 0
         assert not any(map(psutil.pid_exists, self.workers))
         return self.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_alike(tmp_path, quick_flags):
+    run = Started(tmp_path, *quick_flags)
+    os.kill(run.workers[1], signal.SIGTERM)
+    told = run.ended()
+    assert "with a checkpoint; go on" in told
+    codes = set(re.findall(r"exitcode *: (-?\d+)", told))
+    assert codes == {"143"}, told
 
 
 @pytest.mark.slow
