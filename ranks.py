@@ -4,6 +4,7 @@ Every rank runs the whole loop on its own share of each iteration's problems and
 numbers of all ranks is decided from gathered ones, so that every rank decides alike and takes part in the same exchanges.
 """
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -94,14 +95,18 @@ def zero3_by_fsdp2():
     print("ZeRO-3 is carried out by torch's FSDP2: the same tensors are split over the same processes")
 
 
-def close():
-    """Ends the exchange when all is written; and this process at once, since torch's threads of an exchange that still hold
-    tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291)."""
+def close(code: int = 0):
+    """Ends the exchange when all have written all; and this process at once, since torch's threads of an exchange that still
+    hold tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291). From
+    here on signals are ignored: when one process ends with an error code, the launcher sends SIGTERM to those still at it."""
     if dist.is_available() and dist.is_initialized():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 # ------------------------------------------------------------------------------------------------------- exchanges

@@ -426,5 +426,9 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--list"]:
         list_objectives()
     else:
-        main(parse_args(sys.argv[1:], __doc__))
+        try:
+            main(parse_args(sys.argv[1:], __doc__))
+        except SystemExit as interrupted:
+            ranks.close(interrupted.code)
+            raise
         ranks.close()

@@ -483,6 +483,27 @@ class Started:
         return self.log.read_text()
 
 
+SLOWER = """
+import sys
+import time
+
+import ranks
+
+ranks.start()
+time.sleep(2 * (ranks.rank() == 0))
+ranks.close(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [143, 0])
+def test_the_launcher_ends_none_that_is_slower_to_end(tmp_path, code):
+    """It sends SIGTERM to all others when one ends with an error code, as all processes of an interrupted run do."""
+    (tmp_path / "slower.py").write_text(SLOWER)
+    done = torchrun(code, script=tmp_path / "slower.py", check=False, PYTHONPATH=str(ROOT))
+    assert done.returncode == (code != 0)
+    assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == ({str(code)} if code else set()), done.stderr
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_alike(tmp_path, quick_flags):
     run = Started(tmp_path, *quick_flags)
