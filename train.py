@@ -20,6 +20,7 @@ import inspect
 import json
 import math
 import shutil
+import signal
 import sys
 import time
 import zlib
@@ -428,7 +429,8 @@ if __name__ == "__main__":
     else:
         try:
             main(parse_args(sys.argv[1:], __doc__))
-        except SystemExit as interrupted:
-            ranks.close(interrupted.code)
+        except SystemExit as ended:
+            if ended.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # that all agreed on; an error may be one's alone
+                ranks.close(ended.code)
             raise
         ranks.close()

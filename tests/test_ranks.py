@@ -504,6 +504,27 @@ def test_the_launcher_ends_none_that_is_slower_to_end(tmp_path, code):
     assert set(re.findall(r"exitcode *: (-?\d+)", done.stderr)) == ({str(code)} if code else set()), done.stderr
 
 
+ALONE = """
+import os
+
+import durable
+import ranks
+from envs import FrozenLake
+
+if os.environ["RANK"] == "1":
+    ranks.sum_gradients = lambda *_: durable.fail("what only this one has")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_all_while_they_wait_for_it(tmp_path, quick_flags, tiny_folder):
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = torchrun(*quick_flags, "--runs-dir", tmp_path, "--env", f"{tmp_path / 'alone.py'}:FrozenLake", "--model", tiny_folder,
+                    "--env-options", "prompt", "tiny", "--max-new-tokens", 6, check=False)
+    assert "error: what only this one has" in done.stderr
+    assert re.findall(r"local_rank: (\d).*\n *exitcode *: 2 ", done.stderr) == ["1"], done.stderr
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_alike(tmp_path, quick_flags):
     run = Started(tmp_path, *quick_flags)
