@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -51,12 +50,6 @@ def make_episode(tokens=range(6, 12), advantage=1.0, group_id=0, policy_step=0) 
                    policy_step=policy_step, last_policy_step=policy_step, iteration=0, info={"success": True})
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def launched(*command, check=True, **environment):
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=500, cwd=ROOT,
                           env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
@@ -65,13 +58,12 @@ def launched(*command, check=True, **environment):
 
 
 def torchrun(*flags, processes=2, script="train.py", **how):
-    return launched("-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port(),
-                    script, *flags, **how)
+    return launched("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, script, *flags, **how)
 
 
 def accelerate(*flags, config=FSDP, **how):
     return launched("-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", 2,
-                    "--main_process_port", free_port(), "train.py", *flags, **how)
+                    "--main_process_port", 0, "train.py", *flags, **how)
 
 
 def metrics_of(run):
@@ -303,7 +295,7 @@ def test_what_cannot_work_is_refused_at_the_start(monkeypatch):
 def zero3_environment(**keys) -> dict:
     """What `accelerate launch` gives to the processes of configs/accelerate/zero3.yaml, read by its own code; it starts none
     without the deepspeed package."""
-    config = ["--config_file", str(FSDP.with_name("zero3.yaml")), "--num_processes", "2", "--main_process_port", str(free_port())]
+    config = ["--config_file", str(FSDP.with_name("zero3.yaml")), "--num_processes", "2", "--main_process_port", "0"]
     parser = launch_command_parser()
     args, defaults, _ = _validate_launch_command(parser.parse_args([*config, "train.py"]))
     assert args.use_deepspeed
@@ -466,9 +458,8 @@ class Started:
         self.run, self.log = folder / "x", folder / "log"
         with open(self.log, "w") as log:
             self.launcher = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
-                 "train.py", *map(str, flags), "--runs-dir", str(folder), "--name", "x", "--checkpoint-every", "0",
-                 "--iterations", "500"],
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py",
+                 *map(str, flags), "--runs-dir", str(folder), "--name", "x", "--checkpoint-every", "0", "--iterations", "500"],
                 stdout=log, stderr=log, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         end = time.time() + 400
         while not (self.run / "metrics.jsonl").exists():
