@@ -21,6 +21,7 @@ import transformers
 from watch import NotFinite
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
+LOOK_SECONDS = 0.5  # more than the moment for which `holder` has the lock of a folder that nobody trains in
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -164,16 +165,22 @@ def last_checkpoint(run: Path, set_aside: bool = False) -> Path | None:
 # ------------------------------------------------------------------------------------------------------ one process a folder
 
 
+def locked(lock, how: int) -> bool:
+    """Whether the lock of an open file could be had at once."""
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def holder(run: Path) -> str | None:
     """Who trains in the folder right now, or None."""
     try:
         with open(run / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None if locked(lock, fcntl.LOCK_SH) else lock.read().strip() or "a process that just started"
     except FileNotFoundError:
         return None
-    except BlockingIOError:
-        return (run / "lock").read_text().strip() or "a process that just started"
-    return None
 
 
 def taken(run: Path, mine: bool = False) -> str | None:
@@ -192,10 +199,10 @@ def claim(run: Path):
     """Makes the folder this process's own until the file that is returned is closed or the process ends, however it ends; exits
     with 2 where another process has it."""
     run.mkdir(parents=True, exist_ok=True)
-    lock = open(run / "lock", "a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock, end = open(run / "lock", "a+"), time.monotonic() + LOOK_SECONDS
+    while not (mine := locked(lock, fcntl.LOCK_EX)) and time.monotonic() < end:
+        time.sleep(0.01)
+    if not mine:
         lock.seek(0)
         fail(f"{run} is being trained by {lock.read().strip() or 'a process that just started'}: wait for its end, or stop it")
     lock.truncate(0)
