@@ -189,7 +189,7 @@ def taken(run: Path, mine: bool = False) -> str | None:
         return f"{run} is being trained by {who}: choose another --name, or wait for its end"
     if run.is_symlink():
         return f"{run} exists already and is a link: choose another --name"
-    if run.exists() and set(os.listdir(run)) - {"lock"}:
+    if run.exists() and set(os.listdir(run)) - {"lock", temporary_of(run / "config.yaml").name}:  # of one that was killed
         return f"{run} exists already: choose another --name" + \
             (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml)")
     return None

@@ -463,6 +463,7 @@ def test_a_look_at_who_trains_does_not_keep_a_run_from_its_folder(tmp_path):
 
 def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
     durable.claim(tmp_path / "x").close()
+    (tmp_path / "x" / ".config.yaml.tmp").write_text("half of th")
     assert durable.taken(tmp_path / "x") is None
     assert "being trained" in durable.taken(tmp_path / "x") if (lock := durable.claim(tmp_path / "x")) else None
     assert durable.taken(tmp_path / "x", mine=True) is None
