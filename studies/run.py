@@ -125,14 +125,15 @@ def run_job(study: Study, job: Job, scratch: Path):
     """Plays one run and keeps its evidence: config, summary, and of metrics.jsonl what the report reads; of a sweep's runs the
     evaluations alone. A run that fails leaves failed.txt, and is counted in the report."""
     out, run = study.data / job.name, scratch / study.name / job.name
+    half = out.with_name(out.name + ".half")
+    shutil.rmtree(half, ignore_errors=True)
     if known := twin(study, job):
-        shutil.copytree(known, out)
+        shutil.copytree(known, half)
+        half.rename(out)
         return print(f"{study.name}: {job.name} is {known.parent.name}/{known.name}", flush=True)
     shutil.rmtree(run, ignore_errors=True)
     done = subprocess.run([sys.executable, *command(study, job, run.parent)], capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
-    half = out.with_name(out.name + ".half")
-    shutil.rmtree(half, ignore_errors=True)
     half.mkdir(parents=True)
     if (run / "summary.json").exists():
         config = yaml.safe_load((run / "config.yaml").read_text())
