@@ -4,8 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from envs import FrozenLake
+
+# on a busy machine one example of a hundred can take long
+settings.register_profile("busy", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 ROOT = Path(__file__).parent.parent
 tiny_lake = functools.partial(FrozenLake, prompt="tiny")  # as the command line makes it for --model tiny
