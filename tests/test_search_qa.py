@@ -689,7 +689,6 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(search_qa, "TIMEOUT", 0.3)
     monkeypatch.setattr(search_qa, "BACKOFF", 0.01)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
     ASKED.clear()
@@ -712,7 +711,9 @@ def test_http_retriever(server, path, tries):
     ("/slow", 4, "timed out"), ("/drip", 4, "took more than 0.3 s"), ("/missing", 1, "404"), ("/redirect", 1, "302"),
     ("/huge", 4, "more than 4194304 bytes"), ("/broken", 4, "failed 4 times"), ("/cut", 4, "failed 4 times"),
     ("/deep", 4, "failed 4 times"), ("/wrong", 4, "is not"), ("/shape", 4, "is not")])
-def test_http_failures_are_errors(server, path, tries, words):
+def test_http_failures_are_errors(server, path, tries, words, monkeypatch):
+    if path in ("/slow", "/drip"):  # the others' server may be slow on a busy machine
+        monkeypatch.setattr(search_qa, "TIMEOUT", 0.3)
     began = time.monotonic()
     with pytest.raises(RetrieverError, match=words):
         search_qa.HTTPRetriever(server + path).search("owls", 3)
