@@ -444,6 +444,10 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
     for name in ("restart_samplers", "sampler_dtype", "async_queue", "async_fixed_ratio"):
         if not args.async_rollouts and name in given:
             fail(f"{flag(name)} is for --async-rollouts, which is 0")
+    if args.async_lockstep and "async_queue" in given:
+        fail(f"{flag('async_queue')} contradicts --async-lockstep, where no batch is ahead of the trainer")
+    if args.async_rollouts and args.lora_sync == "adapter":
+        fail(f"--lora-sync adapter with {flag('async_rollouts')}: these samplers get merged weights; use --lora-sync merge")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
             args.async_rollouts > 1 and args.engine.startswith("http://") and "," not in args.engine:
         fail(f"{flag('engine')} with {flag('async_rollouts')}: give one server's address for each sampler, with commas between")

@@ -248,6 +248,8 @@ def test_without_processes_delayed_weights_are_those_of_the_last_sync(tiny_folde
     (["--async-lockstep", "True", "--async-rollouts", "2"], ["--async-lockstep", "2"]),
     (["--restart-samplers", "2"], ["--restart-samplers 2", "--async-rollouts"]),
     (["--async-queue", "1"], ["--async-queue 1", "--async-rollouts"]),
+    (["--async-queue", "1", "--async-lockstep", "True", "--async-rollouts", "1"], ["--async-queue 1", "--async-lockstep"]),
+    (["--lora-rank", "4", "--lora-sync", "adapter", "--async-rollouts", "1"], ["--lora-sync adapter", "--async-rollouts 1"]),
     (["--async-rollouts", "-1"], ["--async-rollouts -1", "at least 0"]),
     (["--sync-every", "0"], ["--sync-every 0", "above 0"]),
     (["--async-rollouts", "2", "--engine", "http://a:1"], ["--engine", "each sampler"]),
