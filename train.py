@@ -107,6 +107,11 @@ def main(args: Args) -> dict:
     for name in ("problems_per_iteration", "replay_batch_size", "capacity", "probe_episodes", "eval_problems"):
         if (getattr(args, name) or math.inf) < ranks.world():
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} is less than the {ranks.world()} processes that share it")
+    for name, whole in (("fresh_fraction", "replay_batch_size"), ("positive_fraction", "capacity")):
+        fraction, share = getattr(args, name), getattr(args, whole) // ranks.world()
+        if args.replay != "none" and fraction and not round(fraction * share):
+            fail(f"--{name.replace('_', '-')} {fraction:g} of the {share} that a process has of --{whole.replace('_', '-')} "
+                 f"{getattr(args, whole)} rounds to none")
     args.name = ranks.common(args.name)  # it may hold the time
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.async_rollouts and ranks.world() > 1:

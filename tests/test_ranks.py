@@ -33,8 +33,8 @@ import samplers
 from buffer import Episode, ReplayBuffer, use_stats
 from models import layers_of, load_policy
 from rollout import engine_kind
-from settings import Args
-from train import make_learner
+from settings import Args, parse_args
+from train import main, make_learner
 from update import gradients, update
 from vllm_engine import VLLMServer
 
@@ -349,6 +349,18 @@ def test_accelerate_that_starts_one_process_is_refused(tmp_path, quick_flags):
 def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
     done = torchrun(*quick_flags, "--problems-per-iteration", 1, "--runs-dir", tmp_path, check=False)
     assert "--problems-per-iteration 1 is less than the 2 processes" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--fresh-fraction", 0.05], "--fresh-fraction 0.05 of the 8 that a process has of --replay-batch-size 64 rounds to none"),
+    (["--replay-sampler", "positive_bias", "--positive-fraction", 0.003], "--positive-fraction 0.003 of the 128")])
+def test_a_share_that_rounds_to_nothing_is_refused(monkeypatch, capsys, flags, words):
+    """0.05 x 64 is 3 entries for one process, 0.4 of an entry for each of eight."""
+    args = parse_args(list(map(str, flags)))
+    monkeypatch.setattr(ranks, "world", lambda: 8)
+    with pytest.raises(SystemExit) as stop:
+        main(args)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.slow
