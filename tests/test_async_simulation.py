@@ -16,11 +16,13 @@ def rollout(step: int, number: int) -> Episode:
                    reward=0.0, score=0.0, problem_id=0, group_id=number, policy_step=step, last_policy_step=step, iteration=0)
 
 
-def simulate(mu, samplers, trainers, *, batch, job, ahead=2, capacity=None, end=3000.0, noise=0.3, seed=0, shards=1) -> dict:
+def simulate(mu, samplers, trainers, *, batch, job, ahead=2, capacity=None, end=3000.0, noise=0.3, seed=0, shards=1,
+             updates=1) -> dict:
     """Samplers take mu a rollout and send `job` of them at once, `trainers` together take batch/trainers for a step; gamma-
     distributed times of relative spread `noise`. As in the loop, at most samplers + `ahead` jobs are open (given out and not
-    taken), and the trainer takes and gives out only between two steps. With `capacity`: all that arrived goes into a buffer that
-    is drawn from, in `shards`. Without: one job a step, each used once. What is returned holds the totals of a run's ledger."""
+    taken), and the trainer takes and gives out only between two iterations, which are `updates` steps. With `capacity`: all that
+    arrived goes into a buffer that is drawn from, in `shards`. Without: one job an iteration. What is returned holds the totals
+    of a run's ledger."""
     rng, step, trained, generated = np.random.default_rng(seed), 0, 0, 0
     duration = lambda mean: mean * rng.gamma(1 / noise**2) * noise**2 if noise else mean  # noqa: E731
     buffers = [ReplayBuffer(capacity // shards, "uniform", seed=seed + place) for place in range(shards if capacity else 0)]
@@ -34,6 +36,11 @@ def simulate(mu, samplers, trainers, *, batch, job, ahead=2, capacity=None, end=
         nonlocal jobs
         jobs -= 1
         heapq.heappush(events, (now + duration(mu * job), place, step))
+
+    def train(now):
+        for buffer in buffers:
+            drawn.extend(buffer.sample(batch // shards, step).ages)
+        heapq.heappush(events, (now + duration(batch / trainers), -1, 0))
 
     def look(now):
         """The trainer takes what arrived, gives out as many jobs and makes a step if it can."""
@@ -50,16 +57,18 @@ def simulate(mu, samplers, trainers, *, batch, job, ahead=2, capacity=None, end=
                 buffer.add([rollout(born, number) for number in range(job)][shard::shards], step)
         if not all(buffer.ready(batch // shards, step) for buffer in buffers) if buffers else not taken:
             return
-        for buffer in buffers:
-            drawn.extend(buffer.sample(batch // shards, step).ages)
         idle["trainer"] += now - since
         since = math.inf  # at work
-        heapq.heappush(events, (now + duration(batch / trainers), -1, 0))
+        train(now)
 
     while events[0][0] < end:
         now, place, born = heapq.heappop(events)
         if place < 0:
-            step, trained, since = step + 1, trained + batch, now
+            step, trained = step + 1, trained + batch
+            if step % updates:
+                train(now)
+            else:
+                since = now
         else:
             generated += job
             arrived.append(born)
@@ -135,6 +144,15 @@ def test_ages_are_those_of_a_buffer_that_is_renewed_at_the_measured_rate(job, ah
     assert drawn.min() == math.ceil(lag) and horizon + lag - 1 <= drawn.max() <= horizon + lag + 1 + job / arriving
     assert found["trained"] / found["generated"] == pytest.approx(1.76, abs=0.02)
     assert found["unused"] == pytest.approx((1 - batch / capacity) ** horizon, abs=0.02)  # 0.134 in the synchronous loop
+
+
+@pytest.mark.parametrize("updates, mu, arrival", [(1, 5.5, 6.5), (2, 5.5, 7), (4, 5.5, 8), (2, 1.2, 2.7)])
+def test_age_on_arrival_by_the_steps_of_an_iteration(updates, mu, arrival):
+    """Where nobody waits: a job takes mu R/B steps, half a step is gone since its weights, and it waits for half an iteration."""
+    found = simulate(mu, 1, 1, batch=64, job=64, capacity=512, ahead=4, noise=0.1, updates=updates, end=6e4)
+    assert found["idle"]["sampler"] < 0.01 * 6e4
+    assert settled(found["arrival"]).mean() == pytest.approx(arrival, abs=0.15)  # docs/scaling.md
+    assert settled(found["drawn"]).mean() == pytest.approx(arrival + (512 / 64 * mu - 1) / 2, rel=0.03)
 
 
 def test_a_queue_stalls_the_faster_side_and_is_as_old_as_it_is_long():
