@@ -192,7 +192,7 @@ def estimate(args: PlanArgs) -> list[str]:
         ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
         stored = last["buffer/added_total"]
         stay = f"{config['capacity'] * last['step'] / stored:.2f}" if stored else "n/a"
-        told.append(f"the run itself: capacity {config['capacity']} and {fresh} new episodes an iteration, N/R {stay} in "
+        told.append(f"the run itself: capacity {config['capacity']} and batches of {fresh} new episodes, N/R {stay} in "
                     f"optimiser steps; replay ratio B/R {ratio}, gamma {gamma}")
     return told
 

@@ -203,7 +203,7 @@ def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, c
     assert "rho 0.1: assumed. It cannot be estimated" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
         *best_feasible(5, 0.1, 1)) in text
     assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio B/R 4.00, gamma 0.38" in text
-    assert "capacity 60 and 10 new episodes an iteration, N/R 24.00 in optimiser steps" in text  # half are stored: R = 2.5
+    assert "capacity 60 and batches of 10 new episodes, N/R 24.00 in optimiser steps" in text  # half are stored: R = 2.5
     assert "in turns on the same processors" in text
     text = printed(capsys, "--from", run, "--mu", 2, "--alpha", 0.2, "--rho", 1)
     assert text.splitlines()[1] == "mu 2, alpha 0.2, rho 1" and "assumed" not in text
