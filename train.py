@@ -192,7 +192,7 @@ def main(args: Args) -> dict:
     def job(number, asked=None):
         """What is played as iteration `number`, by samplers beside the training: as batch `number`. `asked`: places of its
         problems, where they are chosen already."""
-        asked = memories["problems"].select(n, number) if asked is None else np.array(asked)
+        asked = memories["problems"].select(n, state["iteration"] + 1) if asked is None else np.array(asked)
         groups, mine = np.arange(n) + number * n, ranks.share(n, number)
         seeds_NG = rng_of(args, "sampling", number).integers(2**31, size=(n, args.group_size))  # whatever the number of ranks
         return Job(number, asked, groups, train_problems[asked[mine]].repeat(args.group_size),

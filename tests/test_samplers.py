@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -458,6 +459,22 @@ def test_old_weights_with_a_bound_on_staleness_do_not_stop_the_training(tmp_path
     assert max(ages) == 1 and dropped == [8 * (age > 0) for age in ages] and sum(dropped) >= 16
     assert all(after == 0 for age, after in zip(ages, ages[1:]) if age) and lines[-1]["step"] >= 3  # it goes on
     assert capsys.readouterr().out.count("--max-staleness 0") == 1  # the warning
+
+
+def test_problems_are_asked_at_the_iteration_of_the_trainer_whatever_the_batchs_number(tmp_path, quick_flags, monkeypatch):
+    """Both problems are asked as batch 1 in iteration 1 and as batch 2 in iteration 4, and none comes back."""
+    def beside(args, policy, folder, run, play, job, *_):
+        def next(number, wait):
+            if number in (1, 4):
+                job(1 + number // 4)
+            return joined([])
+        return Mock(next=next, step=0, error=None, kept=lambda: {}, under_way=lambda: [], metrics=lambda: {})
+
+    monkeypatch.setattr(train_module, "Samplers", beside)
+    train_module.main(parse_args(list(map(str, [
+        *quick_flags, *FROM_BUFFER, "--async-rollouts", 1, "--problems-per-iteration", 2, "--train-problems", 2, "--eval-problems", 2,
+        "--max-turns", 2, "--iterations", 5, "--quiet", True, "--runs-dir", tmp_path, "--name", "x"]))))
+    assert [line["problems/since_visit_max"] for line in metrics_of(tmp_path / "x")] == [0, 1, 2, 0, 1]
 
 
 def test_what_is_too_old_counts_in_its_groups_mean_and_is_not_trained_on(tmp_path, quick_flags, monkeypatch):
