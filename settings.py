@@ -487,6 +487,11 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
              f"{'the same' if kind == 'asymre' else '0'}; use --group-size 2 or more, or --algo reinforce++")
     if not args.fresh_update and not args.replay_updates:
         fail("--fresh-update False without replay updates trains on nothing: set --replay fresh --replay-updates 1")
+    for name in ("fresh_epochs", "minibatches"):
+        if not args.fresh_update and name in given and getattr(args, name) > 1:
+            fail(f"{flag(name)} is of the updates on fresh episodes, and --fresh-update False has none")
+    if not args.fresh_update and args.lr_steps == "fresh" and args.lr_schedule != "constant":
+        fail("--lr-steps fresh plans for no step at all with --fresh-update False: use --lr-steps all")
     if args.replay_updates and args.replay_batch_size > args.capacity:
         fail(f"{flag('replay_batch_size')} is larger than {flag('capacity')}: nothing could be drawn")
     if kind != "gae" and args.replay_advantage == "vtrace":

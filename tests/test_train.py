@@ -58,6 +58,8 @@ def refused(capsys, *flags):
     (["--tau", "-3"], ["--tau -3"]),
     (["--replay", "per", "--tau", "20"], ["--replay per", "--tau 20"]),
     (["--fresh-update", "False", "--replay", "none"], ["trains on nothing"]),
+    (["--fresh-update", "False", "--replay", "uniform", "--fresh-epochs", "3"], ["--fresh-epochs 3", "--fresh-update False"]),
+    (["--fresh-update", "False", "--replay", "uniform", "--lr-steps", "fresh"], ["--lr-steps fresh", "--lr-steps all"]),
     (["--replay-batch-size", "100", "--capacity", "50"], ["--replay-batch-size 100", "--capacity 50"]),
     (["--positive-fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
     (["--alpha", "-1"], ["alpha", "-1"]),
