@@ -2,7 +2,7 @@
 
     python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2                      # mu near 1; 20 minutes on two cores
     python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2 --wait-ms 40         # moves take a while: mu near 6
-    python benchmarks/bench_async.py --seeds 1 --steps 8 --arms "beside, ratio 2" "in turns" --lr 3e-4   # flags of train.py last
+    python benchmarks/bench_async.py --seeds 0 --steps 8 --arms "beside, ratio 2" "in turns" --lr 3e-4   # flags of train.py last
 
 Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal numbers of updates; one thread a process, except where it says two.
 Evaluation is not timed: policies are evaluated afterwards, from their checkpoints. Prints Markdown, medians over seeds (lowest to
@@ -148,7 +148,7 @@ def plot(found: dict[str, list[dict]], title: str, path: str):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=96, help="updates, a multiple of --every; without signal they take no step")
     parser.add_argument("--every", type=int, default=8, help="optimiser steps between evaluations, a multiple of 4")
     parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7], help="held-out success")
@@ -168,7 +168,7 @@ def main():
           f"{held_out(args, start, arguments.heldout, 0.0):.3f} greedily.")
     found = {name: [] for name in arguments.arms}
     with tempfile.TemporaryDirectory() as runs:
-        for seed in range(arguments.seeds):
+        for seed in arguments.seeds:
             for place, name in enumerate(arguments.arms):
                 threads, updates, flags = ARMS[name]
                 if "--fresh-update" in flags:
