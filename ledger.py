@@ -9,8 +9,8 @@ import ranks
 
 SCORED = ("reference", "proximal", "values", "probe")  # why log-probs or values of tokens were computed again
 PHASES = ("sample", "fresh", "replay", "probe", "eval", "save")  # of an iteration, see runs.Clock; save: of the one before it
-COUNTED = ("episodes_generated", "tokens_generated", "tokens_read", "episodes_trained", "tokens_trained", "tokens_trained_unique",
-           "tokens_computed", *(f"tokens_scored_{kind}" for kind in SCORED))
+COUNTED = ("episodes_generated", "tokens_generated", "tokens_read", "episodes_trained", "episodes_computed", "tokens_trained",
+           "tokens_trained_unique", "tokens_computed", *(f"tokens_scored_{kind}" for kind in SCORED))
 SECONDS = ("sampler_busy", "sampler_idle", "trainer_busy", "trainer_idle", *PHASES)
 
 
@@ -37,9 +37,10 @@ class Ledger:
     tokens_generated    sampled by the policy
     tokens_read         prompts (once a group, as engines keep them) and what environments said; and once more all of a
                         conversation where a sampler beside the training took new weights between its turns
-    episodes_trained    episodes given to optimiser steps, counted at each use; tokens_trained: their sampled tokens that had a
-                        gradient, tokens_trained_unique: at their first use only; tokens_computed: all tokens of those
-                        passes, once where episodes of a pass begin alike
+    episodes_trained    episodes given to updates, counted at each use, also where none of a batch has a signal and no step is
+                        taken; episodes_computed: those of them that went through the model; tokens_trained: their sampled
+                        tokens that had a gradient, tokens_trained_unique: at their first use only; tokens_computed: all
+                        tokens of those passes, once where episodes of a pass begin alike
     tokens_scored_*     forward passes beside them: reference, log-probs at an update's start (proximal), values, drift probe
     Evaluation is no cost of the method: it has seconds, but no tokens here.
     """
@@ -83,6 +84,7 @@ class Ledger:
     def trained(self, episodes, metrics: dict, first_use):
         """An update on `episodes`; `first_use`: whether they were not trained on before, a bool or (B,) bools."""
         self.add("episodes_trained", len(episodes))
+        self.add("episodes_computed", sum(log_ratios is not None for log_ratios in metrics["log_ratios"]))
         if ranks.first():  # the update's numbers are of all processes
             self.add("tokens_trained", metrics["tokens_trained"])
             self.add("tokens_computed", metrics["tokens_computed"])

@@ -117,6 +117,10 @@ def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
     mu = (sampling / generated) / (training / trained)
     told = [f"mu {mu:.2f}: {sampling / generated:.3g} s to sample an episode over {training / trained:.3g} s to train on one, "
             f"from iteration {first['iteration'] + 1} on; other batch sizes or devices have another"]
+    computed = last.get("cost/episodes_computed", math.inf) - first.get("cost/episodes_computed", 0)  # older runs have none
+    if computed < trained:
+        told.append(f"   {computed / trained:.0%} of these had a signal, and only they cost time: for each of them mu is "
+                    f"{mu * computed / trained:.2f}. A buffer of such episodes alone (--replay fresh, per) is nearer to that")
     if last.get("time/mu_counts") is not None:
         idle = {side: last[f"time/{side}_idle_share"] for side in ("sampler", "trainer")}
         told.append(f"   the paper's estimator (K_train/T)/(K_inf/W) gives {last['time/mu_counts']:.2f}; samplers waited "
@@ -171,8 +175,9 @@ def measured_alpha(records: list[dict]) -> tuple[float, list[str]]:
 def estimate(args: PlanArgs) -> list[str]:
     """Fills what is None in `args` from the run; returns lines on where each number comes from."""
     run, told = Path(args.source), []
-    if not (run / "metrics.jsonl").is_file():
-        fail(f"--from {run} is no run (a folder with metrics.jsonl)")
+    for name in ("metrics.jsonl", "config.yaml"):
+        if not (run / name).is_file():
+            fail(f"--from {run} is no run: it has no {name}")
     if args.mu is None:
         args.mu, more = measured_mu(whole_lines(run / "metrics.jsonl"))
         told += more
@@ -193,8 +198,16 @@ def estimate(args: PlanArgs) -> list[str]:
         stored = last["buffer/added_total"]
         stay = f"{config['capacity'] * last['step'] / stored:.2f}" if stored else "n/a"
         told.append(f"the run itself: capacity {config['capacity']} and batches of {fresh} new episodes, N/R {stay} in "
-                    f"optimiser steps; replay ratio B/R {ratio}, gamma {gamma}")
+                    f"optimiser steps (R: what was stored); replay ratio B/R {ratio} (R: all that was generated), gamma {gamma}")
     return told
+
+
+def check(args: PlanArgs):
+    for name, value, low, high, why in (
+            ("mu", args.mu, 1e-6, 1e6, ""), ("rho", args.rho, 0, 1, ""),
+            ("alpha", args.alpha, 1e-6, 1e6, "; near 0, where rollouts do not age, the best buffer is unbounded")):
+        if value is not None and not low <= value <= high:
+            fail(f"--{name} {value:g} must be from {low:g} to {high:g}{why}")
 
 
 def main(argv: list[str]):
@@ -202,12 +215,9 @@ def main(argv: list[str]):
     missing = [f"--{name}" for name in ("mu", "alpha", "rho") if getattr(args, name) is None]
     if missing and args.source is None:
         fail(f"{', '.join(missing)} must be given, or --from RUN, from which mu and alpha are estimated")
+    check(args)
     told = estimate(args) if args.source is not None else []
-    for name, value, low, high, why in (
-            ("mu", args.mu, 1e-6, 1e6, ""), ("rho", args.rho, 0, 1, ""),
-            ("alpha", args.alpha, 1e-6, 1e6, "; near 0, where rollouts do not age, the best buffer is unbounded")):
-        if not low <= value <= high:
-            fail(f"--{name} {value:g} must be from {low:g} to {high:g}{why}")
+    check(args)
     x, y = best_feasible(args.mu, args.alpha, args.rho)
     for line in told:
         print(line)

@@ -31,7 +31,8 @@ def test_tokens_by_hand():
     ratios = [np.zeros(11), None, np.zeros(9)]  # b had no signal and was not computed
     for first in (True, [False, True, True], False):
         ledger.trained([a, b, c], {"tokens_trained": 5, "tokens_computed": 20, "log_ratios": ratios}, first)
-    assert ledger.totals["episodes_trained"] == 9 and ledger.totals["tokens_trained"] == 15
+    assert ledger.totals["episodes_trained"] == 9 and ledger.totals["episodes_computed"] == 6
+    assert ledger.totals["tokens_trained"] == 15
     assert ledger.totals["tokens_trained_unique"] == (3 + 2) + 2 + 0
     scored = Counter(values=30, reference=10)
     ledger.scored(scored)
@@ -126,6 +127,7 @@ def test_a_run_is_booked(tmp_path, quick_flags):
     last = lines[-1]
     assert [line["cost/episodes_generated"] for line in lines] == [24, 48, 72]
     assert last["cost/episodes_trained"] == 36 and last["cost/replay_ratio"] == 0.5
+    assert last["cost/episodes_computed"] == round(sum(12 * line["replay/nonzero_advantage_rows"] for line in lines)) < 36
     assert last["cost/tokens_trained"] == sum(line["replay/tokens_trained"] for line in lines)
     assert last["cost/tokens_trained_unique"] <= last["cost/tokens_trained"] < last["cost/tokens_computed"]
     assert last["cost/tokens_generated"] < last["tokens"] > last["cost/tokens_read"]

@@ -142,13 +142,15 @@ def test_what_was_projected_is_said(capsys):
     assert "N/R is at its bound" in printed(capsys, "--mu", 1, "--alpha", 0.4, "--rho", 1)
 
 
-@pytest.mark.parametrize("name, value", [("mu", 0), ("mu", math.inf), ("alpha", 0), ("alpha", -1), ("rho", 1.5),
-                                         ("rho", math.nan)])
-def test_wrong_numbers_are_refused(name, value, capsys):
+@pytest.mark.parametrize("name, value", [("mu", 0), ("mu", -1), ("mu", math.nan), ("mu", math.inf), ("alpha", 0), ("alpha", -1),
+                                         ("rho", 1.5), ("rho", math.nan)])
+def test_wrong_numbers_are_refused(name, value, capsys, tmp_path):
     good = {"mu": 5, "alpha": 0.1, "rho": 0.1} | {name: value}
-    with pytest.raises(SystemExit) as stop:
-        main([word for key, number in good.items() for word in (f"--{key}", str(number))])
-    assert stop.value.code == 2 and f"--{name} {value:g} must be" in capsys.readouterr().err
+    run = made_run(tmp_path / "a", lambda age: 1.0)
+    for given in (good, {"mu": 5, "alpha": 0.1} | {name: value, "from": run}):  # rho is not given: it is estimated
+        with pytest.raises(SystemExit) as stop:
+            main([word for key, number in given.items() for word in (f"--{key}", str(number))])
+        assert stop.value.code == 2 and f"--{name} {value:g} must be" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- from a run's records
@@ -185,7 +187,8 @@ def made_run(folder, ratio_of_age, samplers=0):
         totals = {"sampling": totals["sampling"] + 5.0, "training": totals["training"] + 4.0}
         lines.append({"iteration": i, "step": 2 * i, "buffer/added_total": 5 * i, "time/total_sampler_busy_s": totals["sampling"],
                       "time/total_trainer_busy_s": totals["training"],
-                      "cost/episodes_generated": 10 * i, "cost/episodes_trained": 40 * i, "cost/replay_ratio": 4.0,
+                      "cost/episodes_generated": 10 * i, "cost/episodes_trained": 40 * i,
+                      "cost/episodes_computed": 10 * i, "cost/replay_ratio": 4.0,
                       "time/gamma": 0.375, "time/mu_counts": 4.0 * samplers or None, "time/sampler_idle_share": 0.3,
                       "time/trainer_idle_share": 0.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -199,11 +202,12 @@ def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, c
     text = printed(capsys, "--from", run)
     x, y = best_feasible(5, 0.1, 0.1)
     assert "mu 5.00: 0.5 s to sample an episode over 0.1 s" in text and "from iteration 5 on" in text
+    assert "25% of these had a signal, and only they cost time: for each of them mu is 1.25" in text
     assert "alpha 0.100 (standard error 0.000)" in text and "496 replayed episodes aged 1 to 4" in text
     assert "rho 0.1: assumed. It cannot be estimated" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
         *best_feasible(5, 0.1, 1)) in text
-    assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio B/R 4.00, gamma 0.38" in text
-    assert "capacity 60 and batches of 10 new episodes, N/R 24.00 in optimiser steps" in text  # half are stored: R = 2.5
+    assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio B/R 4.00 (R: all that was generated), gamma 0.38" in text
+    assert "capacity 60 and batches of 10 new episodes, N/R 24.00 in optimiser steps (R: what was stored)" in text  # half are stored: R = 2.5
     assert "in turns on the same processors" in text
     text = printed(capsys, "--from", run, "--mu", 2, "--alpha", 0.2, "--rho", 1)
     assert text.splitlines()[1] == "mu 2, alpha 0.2, rho 1" and "assumed" not in text
@@ -228,3 +232,5 @@ def test_what_a_run_does_not_hold_is_asked_for(tmp_path, capsys):
     assert "no replay.jsonl" in refused("--from", run)
     (run / "metrics.jsonl").write_text('{"iteration": 1}\n')
     assert "at least 4 are needed: give --mu" in refused("--from", run)
+    (run / "config.yaml").unlink()
+    assert "it has no config.yaml" in refused("--from", run, "--mu", 3, "--alpha", 0.1)
