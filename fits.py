@@ -10,8 +10,16 @@ nothing here was measured on a GPU.
 """
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
+from transformers import AutoConfig
+
+from durable import checkpoints, fail
+from envs import MissingData
+from models import base_of
+from settings import Args
+from smollm2 import smollm2_folder
 
 GIB = 2**30
 # numbers from the models' published config.json
@@ -30,17 +38,17 @@ OVERHEAD = 1.5  # GiB of a GPU that CUDA's context, its libraries and fragments 
 class FitsArgs:
     """The memory that training needs on each GPU, in GiB."""
     model: str | None = None
-    """Folder or hub id of a model. None: the table of the README."""
-    dtype: str = "bfloat16"
-    """As in train.py."""
+    """Folder of a model, a checkpoint or a run, a hub id, or smollm2. None: the table of the README, which takes no flags."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of the weights (train.py takes float32 unless told otherwise)."""
     lora_rank: int = 0
-    """As in train.py."""
+    """Rank of LoRA adapters on all linear layers; 0: all weights are trained."""
     processes: int = 1
     """GPUs that weights, gradients and moments are split over (configs/accelerate/fsdp2.yaml)."""
     tokens: int = 8192
     """Tokens of a micro-batch (--micro-batch-tokens), or of the longest episode if that is more."""
     gradient_checkpointing: bool = True
-    """As in train.py."""
+    """Whether layers keep only their input for the backward pass (in train.py they keep all unless told otherwise)."""
     kl: bool = False
     """Whether there is a reference (--kl-coef above 0); under LoRA it costs nothing."""
     critic: bool = False
@@ -142,14 +150,29 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def shape_from(model: str) -> dict:
+    """The shape of what train.py or eval.py would load; exits with 2 where there is none."""
+    if model in ("tiny", "tiny-vlm"):
+        fail(f"--model {model} has about 1 M parameters and fits anywhere: give a folder, a hub id or smollm2")
+    try:
+        folder = smollm2_folder(Args.cache_dir) if model == "smollm2" else [model, *checkpoints(Path(model))][-1]
+        return shape_of(AutoConfig.from_pretrained(base_of(folder)))
+    except (MissingData, OSError, ValueError, AttributeError) as error:  # the last: a kind of model that is not Llama-like
+        fail(f"cannot read --model {model} ({str(error).splitlines()[0]}): give the folder of a model, of a checkpoint or of a "
+             "run that has one, a hub id that can be reached, or smollm2")
+
+
 def main(argv: list[str]):
     arguments = tyro.cli(FitsArgs, args=argv, config=(tyro.conf.FlagConversionOff,), prog="eval.py fits", description=__doc__)
+    if argv and arguments.model is None:
+        fail(f"{' '.join(argv)}: without a model there is only the README's table, which takes no flags; add --model FOLDER")
     if arguments.model is None:
         return print(table())
-    from transformers import AutoConfig
+    for name, least in (("processes", 1), ("tokens", 1), ("lora_rank", 0)):
+        if getattr(arguments, name) < least:
+            fail(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least {least}")
     options = {name: value for name, value in vars(arguments).items() if name != "model"}
-    folder = Path(arguments.model)
-    sizes = memory_gib(shape_of(AutoConfig.from_pretrained(folder if folder.exists() else arguments.model)), **options)
+    sizes = memory_gib(shape_from(arguments.model), **options)
     for name, size in sizes.items():
         print(f"{name:12} {size:8.2f} GiB")
     print(f"a GPU needs {max(sizes['training'], sizes['sampling']) + OVERHEAD:.1f} GiB, {OVERHEAD} of them for CUDA itself")

@@ -507,6 +507,14 @@ def policy_folder(args, env) -> str | Path:
     return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
 
 
+def base_of(path: str | Path) -> str | Path:
+    """Where the weights under a LoRA adapter are, and the model's configuration; the path itself where there is no adapter."""
+    if not (Path(path) / "adapter_config.json").is_file():
+        return path
+    base = Path(path) / "base"
+    return base if base.is_dir() else PeftConfig.from_pretrained(path).base_model_name_or_path
+
+
 def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False):
     """(model, tokenizer) of a Hugging Face folder or hub id (a LoRA adapter comes merged into its base), in eval mode for good:
     dropout would make the first ratio of an update differ from 1. A model that takes images comes with its processor instead.
@@ -517,8 +525,7 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
     if (adapter or (Path(path) / "config.json").is_file()) and not any(Path(path).glob(weights)):
         raise ValueError(f"{path} has no weights in .safetensors, and pickled ones are not loaded: they could run code")
     try:
-        base = path if not adapter else Path(path) / "base" if (Path(path) / "base").is_dir() else \
-            PeftConfig.from_pretrained(path).base_model_name_or_path
+        base = base_of(path)
         if hasattr(AutoConfig.from_pretrained(base, **trust), "vision_config"):
             processor, kind = AutoProcessor.from_pretrained(path, **trust), AutoModelForImageTextToText
         else:

@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
 from conftest import ROOT, train
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -700,3 +701,31 @@ def test_sizes_of_published_models():
     assert fits.table() in (ROOT / "README.md").read_text()
     one, eight = (fits.memory_gib(fits.SHAPES["Qwen2.5-7B"], processes=processes) for processes in (1, 8))
     assert eight["weights"] == one["weights"] / 8 and eight["training"] < one["training"] / 1.5
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--dtype", "float32", "--processes", "64"], ["--dtype float32 --processes 64", "--model FOLDER"]),
+    (["--model", "FOLDER", "--dtype", "float16"], ["--dtype", "float32", "bfloat16"]),
+    (["--model", "FOLDER", "--processes", "0"], ["--processes 0", "at least 1"]),
+    (["--model", "FOLDER", "--tokens", "-5"], ["--tokens -5", "at least 1"]),
+    (["--model", "FOLDER", "--lora-rank", "-1"], ["--lora-rank -1", "at least 0"]),
+    (["--model", "tiny"], ["--model tiny", "fits anywhere"]),
+    (["--model", "/nonexistent"], ["--model /nonexistent", "hub id", "run"]),
+    (["--model", str(ROOT / "studies")], [f"--model {ROOT / 'studies'}", "run"])])
+def test_what_cannot_be_counted_is_refused(tiny_folder, capsys, flags, words):
+    with pytest.raises(SystemExit) as stop:
+        fits.main([str(tiny_folder) if flag == "FOLDER" else flag for flag in flags])
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and all(word in message for word in words), message
+
+
+def test_memory_is_counted_for_a_model_a_run_and_an_adapter(tiny_folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_9").mkdir(parents=True)
+    (run / "checkpoints" / "step_9" / "config.json").write_text((tiny_folder / "config.json").read_text())
+    adapter = tmp_path / "adapter"
+    LoraConfig(base_model_name_or_path=str(tiny_folder)).save_pretrained(adapter)
+    for model in (tiny_folder, run, adapter):
+        fits.main(["--model", str(model)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 * len(set(lines)) and "a GPU needs" in lines[-1]
