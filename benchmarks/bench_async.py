@@ -146,19 +146,33 @@ def plot(found: dict[str, list[dict]], title: str, path: str):
     figure.savefig(path, dpi=110)
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the runs: one of each arm for each")
     parser.add_argument("--steps", type=int, default=96, help="updates, a multiple of --every; without signal they take no step")
     parser.add_argument("--every", type=int, default=8, help="optimiser steps between evaluations, a multiple of 4")
-    parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7], help="held-out success")
+    parser.add_argument("--targets", type=float, nargs="+", default=[0.6, 0.7], help="held-out success, above 0 and at most 1")
     parser.add_argument("--heldout", type=int, default=256, help="held-out problems")
     parser.add_argument("--wait-ms", type=float, default=0.0, help="that the task takes for a move")
-    parser.add_argument("--tiny-width", default="128")
-    parser.add_argument("--tiny-layers", default="4")
+    parser.add_argument("--tiny-width", default="128", help="width of the tiny policy, a multiple of 64")
+    parser.add_argument("--tiny-layers", default="4", help="layers of the tiny policy")
     parser.add_argument("--plot", help="file for a picture of held-out success over seconds")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), metavar="ARM", help="what is compared")
     arguments, flags_of_all = parser.parse_known_args()
+    if arguments.every < 1 or arguments.every % 4:
+        parser.error(f"--every {arguments.every} must be a positive multiple of 4")
+    if arguments.steps < 1 or arguments.steps % arguments.every:
+        parser.error(f"--steps {arguments.steps} must be a positive multiple of --every {arguments.every}")
+    if not all(0 < target <= 1 for target in arguments.targets):
+        parser.error(f"--targets {' '.join(map(str, arguments.targets))} must each be above 0 and at most 1")
+    if arguments.heldout < 1:
+        parser.error(f"--heldout {arguments.heldout} must be above 0")
+    if not 0 <= arguments.wait_ms < np.inf:
+        parser.error(f"--wait-ms {arguments.wait_ms:g} must be at least 0 and finite")
     args = parse_args(["--tiny-width", arguments.tiny_width, "--tiny-layers", arguments.tiny_layers])
     start = policy_folder(args, make_env_factory("frozenlake", {"prompt": "tiny"})())  # of the task that does not wait
     task = ["--env", f"{ROOT}/benchmarks/slow_lake.py:SlowLake", "--env-options", "prompt", "tiny", "wait_ms",
