@@ -494,6 +494,8 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail("--lr-steps fresh plans for no step at all with --fresh-update False: use --lr-steps all")
     if args.replay_updates and args.replay_batch_size > args.capacity:
         fail(f"{flag('replay_batch_size')} is larger than {flag('capacity')}: nothing could be drawn")
+    if args.replay != "none" and args.min_size > args.capacity:
+        fail(f"{flag('min_size')} is larger than {flag('capacity')}: replay would never start")
     if kind != "gae" and args.replay_advantage == "vtrace":
         fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if kind != "gae" and args.priority == "td_error":

@@ -61,6 +61,7 @@ def refused(capsys, *flags):
     (["--fresh-update", "False", "--replay", "uniform", "--fresh-epochs", "3"], ["--fresh-epochs 3", "--fresh-update False"]),
     (["--fresh-update", "False", "--replay", "uniform", "--lr-steps", "fresh"], ["--lr-steps fresh", "--lr-steps all"]),
     (["--replay-batch-size", "100", "--capacity", "50"], ["--replay-batch-size 100", "--capacity 50"]),
+    (["--min-size", "5000"], ["--min-size 5000", "--capacity 1024", "never start"]),
     (["--positive-fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
     (["--alpha", "-1"], ["alpha", "-1"]),
     (["--minibatches", "99"], ["--minibatches 99"]),
