@@ -446,6 +446,10 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
             fail(f"{flag(name)} is for --async-rollouts, which is 0")
     if args.async_lockstep and "async_queue" in given:
         fail(f"{flag('async_queue')} contradicts --async-lockstep, where no batch is ahead of the trainer")
+    for name in ("fresh_update", "async_lockstep"):
+        if args.async_fixed_ratio and "async_fixed_ratio" in given and getattr(args, name):
+            fail(f"--async-fixed-ratio True with {flag(name)} changes nothing, as an iteration takes one batch anyway: drop it, "
+                 f"or set --{name.replace('_', '-')} False")
     if args.async_rollouts and args.lora_sync == "adapter":
         fail(f"--lora-sync adapter with {flag('async_rollouts')}: these samplers get merged weights; use --lora-sync merge")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
