@@ -81,8 +81,8 @@ class Args:
 
     # ---- task
     env: str = "frozenlake"
-    """The task: frozenlake, cliffwalking, sokoban, arithmetic, maths, search, reasoning_gym:DATASET, or a class of your own as
-    path/to/file.py:ClassName, whose file is run as the program it is: with all that you may do."""
+    """The task: frozenlake, cliffwalking, sokoban, arithmetic, maths, search, geoqa, reasoning_gym:DATASET, or a class of your
+    own as path/to/file.py:ClassName, whose file is run as the program it is: with all that you may do."""
     env_options: dict[str, str] = field(default_factory=dict)
     """Options of the task, as name value name value (in a config: a mapping); a wrong name lists those it has."""
     max_turns: int = 10
@@ -247,7 +247,7 @@ class Args:
     """Entries the buffer holds."""
     tau: Union[float, Literal["auto"]] = 30.0
     """Age, in --age-unit, at which a priority has fallen to 1/e (the weight in the draw falls more slowly, with tau/alpha).
-    auto: 1/c of the measured drift KL(behaviour || current) = k0 + c age of whole episodes, at least 1."""
+    auto: 1/c of the drift KL(behaviour || current) = k0 + c age of an episode, measured as --drift-kl says, at least 1."""
     alpha: float = 0.6
     """Exponent of the priority; 0 draws uniformly."""
     priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"

@@ -103,6 +103,13 @@ def test_a_wrong_setting_is_refused_with_its_name(capsys, flags, words):
     assert all(word in message for word in words), message
 
 
+def test_help_names_every_task(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in envs.ENVS)
+
+
 @pytest.mark.parametrize("text, words", [
     ("replay_updats: 2", ["replay_updats", "'replay_updates'"]),
     ("zzzzz: 2", ["zzzzz", "--help"]),
