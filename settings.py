@@ -118,7 +118,8 @@ class Args:
     lora_sync: Literal["merge", "adapter"] = "merge"
     """vllm under --lora-rank: adapters merged into the engine's weights, or sent as an adapter."""
     shared_folder: str | None = None
-    """http engine: a folder that trainer and server see under one path; weights go through it. None: a temporary one."""
+    """http engine: an existing folder that trainer and server see under one path; weights go through it. None: a temporary
+    one."""
     context_length: int | None = None
     """Tokens that an episode may have. None: what the model allows."""
     sync_every: int = 1

@@ -116,6 +116,8 @@ def main(args: Args) -> dict:
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.async_rollouts and ranks.world() > 1:
         fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
+    if args.shared_folder and not Path(args.shared_folder).is_dir():
+        fail(f"--shared-folder {args.shared_folder} must be a folder that exists: make it, or correct the path")
     checkpoint, lock = None, contextlib.nullcontext()
     if ranks.first() and args.resume:
         lock = durable.claim(run)

@@ -266,6 +266,13 @@ def test_wrong_settings_are_refused(capsys, flags, words):
     assert stop.value.code == 2 and all(word in message for word in words), message
 
 
+def test_a_shared_folder_that_does_not_exist_is_refused_and_not_made(quick_flags, tmp_path):
+    done = train(*quick_flags, "--runs-dir", tmp_path / "runs", "--iterations", 1, "--replay", "none", "--async-rollouts", 1,
+                 "--shared-folder", tmp_path / "smh", check=False)
+    assert done.returncode == 2 and f"error: --shared-folder {tmp_path / 'smh'} must be a folder that exists" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 # ----------------------------------------------------------------------------------------- what the trainer does with samplers
 
 
