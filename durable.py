@@ -211,6 +211,13 @@ def claim(run: Path):
     return lock
 
 
+def give_back(run: Path):
+    """Removes the claimed folder of a run that has written nothing."""
+    if os.listdir(run) == ["lock"]:
+        (run / "lock").unlink()
+        run.rmdir()
+
+
 @contextlib.contextmanager
 def told_plainly(run: Path):
     """A full disk and numbers that are not finite end the run with a sentence instead of a traceback."""

@@ -27,6 +27,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from durable import fail
 from envs import make_env_factory
 from models import Chat, load_policy
 from rollout import HFEngine, collect, make_engine
@@ -226,7 +227,8 @@ def end_with_parent():
 
 
 def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
-    """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error's traceback, or that it is ready."""
+    """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error, or that it is ready."""
+    ready = False
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
     threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.ExitStack() as stack:
@@ -238,17 +240,26 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             engine = stack.enter_context(contextlib.closing(make_engine(args, policy, chat, folder)))
             follower = Follower(engine, policy, path, version, stop)
             pipe.send({"ready": True})
-            idle_since = None
+            ready, idle_since = True, None
             while job := next_job(pipe):
                 idle = time.time() - idle_since if idle_since else 0.0
                 pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
                 idle_since = time.time()
         except Stopped:
             pass
-        except BaseException:  # told before the engine is closed, which may hang then
+        except BaseException as error:  # told before the engine is closed, which may hang then
             with contextlib.suppress(OSError):
-                pipe.send({"error": traceback.format_exc()})
+                pipe.send({"error": traceback.format_exc()} if ready else why_not_started(error))
             sys.exit(1)
+
+
+def why_not_started(error: BaseException) -> dict:
+    """What is one sentence where the trainer samples itself (no vLLM, no server) is refused, the rest an error's traceback."""
+    if isinstance(error, SystemExit) and error.code == 2:  # `fail` has told it
+        return {"error": "", "refused": True}
+    if isinstance(error, (ImportError, RuntimeError, ValueError)):
+        return {"error": str(error), "refused": True}
+    return {"error": traceback.format_exc()}
 
 
 def next_job(pipe) -> Job | None:
@@ -318,6 +329,7 @@ class Samplers:
         self.jobs, self.batches = deque(), deque()  # not yet given to a sampler; (number, batch) that arrived
         self.open, self.again = {}, deque(again)  # number: asked, of jobs whose batch was not taken; such of the run before
         self.restarts, self.error, self.interrupted, self.closing = 0, None, False, False
+        self.begun, self.refused = False, None  # why a sampler cannot start, before the run has begun
         self.bell, self.ring = self.context.Pipe(duplex=False)
         self.samplers = [self.start(place) for place in range(args.async_rollouts)]
         self.thread = threading.Thread(target=self.serve, daemon=True)
@@ -378,7 +390,11 @@ class Samplers:
             self.failed(traceback.format_exc())
 
     def received(self, sampler: Sampler, message: dict):
-        if "error" in message:
+        if "refused" in message and not self.begun:
+            with self.condition:
+                self.refused, self.closing = message["error"], True
+                self.condition.notify_all()
+        elif "error" in message:
             self.died(sampler, message["error"])
         if "ready" in message:
             with self.condition:
@@ -420,9 +436,13 @@ class Samplers:
     # ---- what the loop calls
 
     def begin(self):
-        """Waits until all samplers are there, so that nobody's start counts as idle time."""
+        """Waits until all samplers are there, so that nobody's start counts as idle time; exits with 2 where one cannot start."""
         with self.condition:
-            self.condition.wait_for(lambda: all(sampler.ready for sampler in self.samplers) or self.error or self.interrupted)
+            self.condition.wait_for(lambda: all(sampler.ready for sampler in self.samplers) or self.error or self.interrupted or
+                                    self.refused is not None)
+            self.begun = True
+        if self.refused is not None:
+            fail(self.refused) if self.refused else sys.exit(2)
 
     def next(self, number: int, wait: bool) -> Batch | None:
         """What has arrived: one batch where each is trained on by itself (`--fresh-update`) or the replay ratio is fixed, else

@@ -219,14 +219,12 @@ def main(args: Args) -> dict:
         lock = durable.claim(run)  # not earlier: a start that fails leaves nothing behind
         if durable.taken(run, mine=True):
             fail(durable.taken(run, mine=True))
-    told = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
-    with durable.told_plainly(run):
-        log = RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog()
     if args.async_rollouts:
         source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
                           max(state["jobs"], state["iteration"]) + 1, state["step"], state.get("under_way", ()))
         if checkpoint:
             source.restore(checkpoint, state.get("synced", 0))
+    told = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
 
     def step_on(episodes, first_use, **how):
         """One update; counts the step, and ends the run after three in a row that were not finite."""
@@ -248,11 +246,17 @@ def main(args: Args) -> dict:
         state["synced"], state["under_way"] = source.step, source.under_way()
         save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files, source.kept())
 
-    with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source), log,
-          Interrupt(source.interrupt) as interrupt):
+    with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source),
+          contextlib.ExitStack() as stack, Interrupt(source.interrupt) as interrupt):
+        try:
+            source.begin()
+        except SystemExit:  # a sampler cannot start: leaves nothing behind, like an engine here
+            source.close()
+            durable.give_back(run)
+            raise
+        log = stack.enter_context(RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog())
         if state["start"] is None:
             state["start"] = state["best"] = judge()["success"]
-        source.begin()
         clock = Clock()
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
             clock.lap("save")  # logs and checkpoint of the iteration before

@@ -17,10 +17,11 @@ from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file, save_file
 
 from buffer import ProblemSampler
+from envs import MissingData
 from ledger import Ledger
 from models import Chat, load_policy
 from rollout import Completion, HFEngine
-from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name
+from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name, why_not_started
 import samplers as samplers_module
 import train as train_module
 from settings import Args, parse_args
@@ -295,6 +296,22 @@ def tells_and_hangs(args, folder, play, pipe, *_):
     time.sleep(1000)
 
 
+def refuses(args, folder, play, pipe, *_):
+    pipe.send({"error": "no server there", "refused": True})
+    sys.exit(1)
+
+
+def never_ready(args, folder, play, pipe, *_):
+    time.sleep(1000)
+
+
+def refuses_once_restarted(args, folder, play, pipe, version, stop, path):
+    if path.with_name("before").exists():
+        return refuses(args, folder, play, pipe)
+    path.with_name("before").touch()
+    tells_and_hangs(args, folder, play, pipe)
+
+
 def dies_before_its_child(args, folder, play, pipe, version, stop, path):
     """The child, such as an engine's process, has the pipe open."""
     pipe.send({"ready": True})
@@ -312,10 +329,10 @@ def beside(monkeypatch, tmp_path):
     """Samplers whose processes run `behave`, forked: they are there in no time."""
     started, fork = [], multiprocessing.get_context("fork")
 
-    def start(behave, again=(), number=1, folder=tmp_path, **flags):
+    def start(behave, again=(), number=1, folder=tmp_path, async_rollouts=1, **flags):
         monkeypatch.setattr("samplers.multiprocessing.get_context", lambda kind: fork)
         monkeypatch.setattr("samplers.sampler_process", behave)
-        args = Args(async_rollouts=1, quiet=True, **flags)
+        args = Args(async_rollouts=async_rollouts, quiet=True, **flags)
         job = lambda number, asked: Job(number, np.array([number]) if asked is None else np.array(asked),  # noqa: E731
                                         np.array([number]), *[np.zeros(1, int)] * 3)
         started.append(Samplers(args, torch.nn.Linear(1, 1), None, folder, {}, job, number, 0, again))
@@ -335,6 +352,39 @@ def test_a_sampler_that_fails_but_keeps_its_pipe_ends_the_wait_and_is_told_at_on
     source, began = beside(behave), time.time()
     assert source.next(1, True) is None and time.time() - began < 20
     assert words in capfd.readouterr().err and words in source.error
+
+
+@pytest.mark.parametrize("second", [refuses, never_ready])
+def test_one_sampler_that_cannot_start_ends_the_program_at_once_and_is_told_once(beside, capfd, second):
+    behaviours, began = [refuses, second], time.time()
+    with pytest.raises(SystemExit) as stop:
+        beside(lambda args, *more: behaviours[int(args.engine)](args, *more), async_rollouts=2, engine="0,1", restart_samplers=3)
+    assert stop.value.code == 2 and time.time() - began < 20
+    assert capfd.readouterr().err == "error: no server there\n"
+
+
+def test_a_sampler_that_cannot_start_again_is_a_sampler_that_died(beside, capfd):
+    source = beside(refuses_once_restarted, restart_samplers=2)
+    assert source.next(1, True) is None and source.error == "sampler 0 died: no server there"
+    (source.weights / "before").unlink()
+    told = capfd.readouterr().err
+    assert "started again, 2 of --restart-samplers 2: no server there" in told and "the run ends after this iteration" in told
+
+
+@pytest.mark.parametrize("error, message", [
+    (ImportError("no vLLM"), {"error": "no vLLM", "refused": True}), (SystemExit(2), {"error": "", "refused": True}),
+    (MissingData("no data"), {"error": "no data", "refused": True}), (ValueError("long"), {"error": "long", "refused": True})])
+def test_a_start_fails_with_a_sentence_where_the_trainers_own_would(error, message):
+    assert why_not_started(error) == message
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), SystemExit(1), KeyboardInterrupt()])
+def test_a_start_that_fails_otherwise_has_a_traceback(error):
+    try:
+        raise error
+    except BaseException as raised:
+        message = why_not_started(raised)
+    assert message.keys() == {"error"} and "Traceback" in message["error"]
 
 
 def test_a_signal_between_the_look_and_the_wait_is_not_missed(beside):
@@ -580,6 +630,26 @@ def test_a_dead_sampler_ends_the_run_in_seconds_with_a_checkpoint(tmp_path, quic
     assert state["iteration"] == done
     train("--resume", run.run, "--iterations", done + 1)
     assert [line["iteration"] for line in metrics_of(run.run)] == list(range(1, done + 2))
+
+
+def test_a_task_that_fails_in_a_sampler_only_is_one_sentence_and_leaves_nothing(tmp_path, quick_flags):
+    (tmp_path / "mine.py").write_text(f"""
+import multiprocessing
+import os
+from pathlib import Path
+from envs import FrozenLake
+if multiprocessing.parent_process() is not None:
+    Path({str(tmp_path)!r}, f"pid_{{os.getpid()}}").touch()
+    raise ValueError("one process at a time may open the boards")
+class Mine(FrozenLake):
+    pass
+""")
+    done = train(*quick_flags, *FROM_BUFFER, "--env", f"{tmp_path / 'mine.py'}:Mine", "--async-rollouts", 1,
+                 "--restart-samplers", 2, "--runs-dir", tmp_path / "runs", "--name", "x", check=False)
+    assert done.returncode == 2 and done.stderr == "error: one process at a time may open the boards\n", done.stderr
+    assert not list((tmp_path / "runs").iterdir())
+    [pid] = [int(path.name[4:]) for path in tmp_path.glob("pid_*")]
+    assert not running(pid)
 
 
 @pytest.mark.slow
