@@ -21,6 +21,7 @@ from envs import MissingData
 from ledger import Ledger
 from models import Chat, load_policy
 from rollout import Completion, HFEngine
+from runs import Clock
 from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name, why_not_started
 import samplers as samplers_module
 import train as train_module
@@ -404,6 +405,12 @@ def test_seconds_are_those_of_the_batches_that_were_taken(beside):
     assert (batch.episodes, batch.busy, batch.idle, batch.reread) == ([1], 2.0, 1.0, 5)
 
 
+def test_tokens_a_second_are_those_of_the_samplers_seconds_not_of_the_wait_for_them():
+    clock = Clock()
+    clock.laps = {"sample_s": 0.5}
+    assert [clock.metrics(*of)["tokens_per_s"] for of in ((100,), (100, 4.0), (0, 0.0))] == [200, 25, None]
+
+
 def test_a_resumed_run_plays_first_what_was_under_way(beside, tmp_path):
     source = beside(plays, async_queue=2)
     assert source.next(1, True).episodes == [1]
@@ -588,6 +595,9 @@ def test_a_queue_trains_on_each_episode_once_and_drops_what_is_too_old(tmp_path,
     assert all(line["fresh/episodes"] == 24 for line in lines) and lines[-1]["cost/episodes_generated"] == 120
     assert lines[-1]["cost/episodes_trained"] == 120 and lines[-1]["cost/replay_ratio"] == 1
     assert lines[-1]["cost/tokens_trained"] == lines[-1]["cost/tokens_trained_unique"]
+    busy = np.diff([0, *(line["time/total_sampler_busy_s"] for line in lines)])
+    tokens = [line["fresh/episodes"] * line["fresh/tokens_per_episode"] for line in lines]
+    assert [line["time/tokens_per_s"] for line in lines] == pytest.approx(tokens / busy)
     groups = [json.loads(line)["group_id"] for line in (tmp_path / "queue" / "episodes.jsonl").read_text().splitlines()]
     assert len(set(groups)) == 5  # four transcripts of the first group of each batch
     # one batch being played and one that waits: none is older than the two before it, each a step
