@@ -367,15 +367,17 @@ class RunLog:
             self.tensorboard.close()
 
     def show(self, metrics: dict):
-        """The six numbers that matter, and held-out success over time."""
+        """The six numbers that matter, and held-out success over time. The age is that of what was drawn, without replay that on
+        arrival."""
         form = lambda key, spec: "-" if metrics.get(key) is None else format(metrics[key], spec)  # noqa: E731
         if not self.successes and metrics["eval/start_success"] is not None:
             self.successes.append(metrics["eval/start_success"])
         if metrics["eval/success"] is not None:
             self.successes.append(metrics["eval/success"])
         new = metrics["eval/success"] is not None or self.live
+        age = form("replay/age_mean", ".0f") if self.args.replay_updates else form("fresh/staleness_mean", ".1f")
         numbers = {"reward": form("fresh/reward", ".2f"), "held-out": f"{self.successes[-1]:.3f}" if new else "-",
-                   "age": form("replay/age_mean", ".0f"), "ESS": form("replay/ess_token", ".2f"),
+                   "age": age, "ESS": form("replay/ess_token", ".2f"),
                    "signal": form("fresh/signal_share", ".0%"), "tokens/s": form("time/tokens_per_s", ",.0f")}
         if self.live:
             table = Table.grid(padding=(0, 3))

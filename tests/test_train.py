@@ -597,6 +597,13 @@ def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_pat
         assert words in screen.getvalue(), words
 
 
+def test_the_screen_without_replay_shows_the_age_on_arrival(tmp_path, capsys):
+    args = replace(parse_args(["--name", "x", "--wandb", "off", "--replay", "none"]), iterations=1)
+    with RunLog(tmp_path / "run", args, done=0) as log:
+        log.show({"iteration": 1, "replay/age_mean": None, "fresh/staleness_mean": 1.4, "eval/start_success": 0.25, "eval/success": None})
+    assert "  age 1.4  " in capsys.readouterr().out
+
+
 def test_delayed_weights_are_booked_as_ages(tmp_path, quick_flags):
     main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "late", "--iterations", "4", "--replay", "none",
                      "--sync-every", "3", "--algo", "decoupled_ppo", "--correction", "age_discount", "--correction-low", "0.5"]))
