@@ -103,7 +103,7 @@ def main(args: Args) -> dict:
     except ValueError as error:
         fail(str(error))
     if not args.quiet:
-        print(f"processes: {ranks.world()}")
+        print(f"processes: {ranks.world()}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
     for name in ("problems_per_iteration", "replay_batch_size", "capacity", "probe_episodes", "eval_problems"):
         if (getattr(args, name) or math.inf) < ranks.world():
             fail(f"--{name.replace('_', '-')} {getattr(args, name)} is less than the {ranks.world()} processes that share it")
