@@ -220,8 +220,9 @@ def main(args: Args) -> dict:
         if durable.taken(run, mine=True):
             fail(durable.taken(run, mine=True))
     if args.async_rollouts:
-        source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
-                          max(state["jobs"], state["iteration"]) + 1, state["step"], state.get("under_way", ()))
+        with durable.told_plainly(run):  # the first weights need a disk with room
+            source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
+                              max(state["jobs"], state["iteration"]) + 1, state["step"], state.get("under_way", ()))
         if checkpoint:
             source.restore(checkpoint, state.get("synced", 0))
     told = getattr(make_env(), "source", lambda: "Train and held-out problems are different ones, by their content.")
