@@ -307,6 +307,9 @@ def wandb_login() -> bool:
 class NoLog(contextlib.nullcontext):
     """RunLog of the ranks that write nothing."""
 
+    def __enter__(self):
+        return self
+
     def nothing(self, *_):
         pass
 
