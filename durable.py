@@ -83,9 +83,8 @@ def whole_folder(folder: Path):
             sync(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        for number in FULL_DISK:  # safetensors has exceptions of its own
-            if not isinstance(error, OSError) and f"(os error {number})" in str(error):
-                raise OSError(number, os.strerror(number), str(folder)) from error
+        if not isinstance(error, OSError) and (number := full_disk(error)):
+            raise OSError(number, os.strerror(number), str(folder)) from error
         raise
     if folder.exists():  # never be without a whole one: `recover` puts it back
         os.rename(folder, replaced)
@@ -189,7 +188,8 @@ def taken(run: Path, mine: bool = False) -> str | None:
         return f"{run} is being trained by {who}: choose another --name, or wait for its end"
     if run.is_symlink():
         return f"{run} exists already and is a link: choose another --name"
-    if run.exists() and set(os.listdir(run)) - {"lock", temporary_of(run / "config.yaml").name}:  # of one that was killed
+    left = {"lock", ".sampler_weights", temporary_of(run / "config.yaml").name}  # by one that was killed before it had a config
+    if run.exists() and set(os.listdir(run)) - left:
         return f"{run} exists already: choose another --name" + \
             (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml)")
     return None
@@ -218,6 +218,12 @@ def give_back(run: Path):
         run.rmdir()
 
 
+def full_disk(error: BaseException) -> int | None:
+    """The error's number where it says that a disk is full; safetensors has exceptions of its own."""
+    return next((number for number in FULL_DISK
+                 if getattr(error, "errno", None) == number or f"(os error {number})" in str(error)), None)
+
+
 @contextlib.contextmanager
 def told_plainly(run: Path):
     """A full disk and numbers that are not finite end the run with a sentence instead of a traceback."""
@@ -225,12 +231,13 @@ def told_plainly(run: Path):
         yield
     except NotFinite as error:
         fail(str(error))
-    except OSError as error:
-        if error.errno not in FULL_DISK:
+    except Exception as error:
+        if not (number := full_disk(error)):
             raise
         safe = f"; {checkpoints(run)[-1]} is complete" if checkpoints(run) else ""
-        fail(f"cannot write {error.filename or run}: {error.strerror}{safe}. Free some space (smaller --keep-checkpoints and "
-             f"--transcripts need less), then go on with --resume {run}")
+        again = f"go on with --resume {run}" if (run / "config.yaml").exists() else "start again"
+        fail(f"cannot write {getattr(error, 'filename', None) or run}: {os.strerror(number)}{safe}. Free some space (smaller "
+             f"--keep-checkpoints and --transcripts need less), then {again}")
 
 
 # ------------------------------------------------------------------------------------------------------ the same on resume

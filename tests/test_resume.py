@@ -461,9 +461,24 @@ def test_a_look_at_who_trains_does_not_keep_a_run_from_its_folder(tmp_path):
     looks.join()
 
 
+def test_a_full_disk_at_the_first_weights_for_samplers_is_told_and_the_name_is_free(tmp_path, capsys):
+    (tmp_path / ".sampler_weights").mkdir()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(SystemExit) as stop, durable.told_plainly(tmp_path):
+            samplers.write_weights({"weight": torch.zeros(1000)}, tmp_path / ".sampler_weights" / "x.safetensors", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and f"cannot write {tmp_path}: File too large" in message and message.endswith("then start again\n")
+    assert durable.taken(tmp_path) is None
+
+
 def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
     durable.claim(tmp_path / "x").close()
     (tmp_path / "x" / ".config.yaml.tmp").write_text("half of th")
+    (tmp_path / "x" / ".sampler_weights").mkdir()
     assert durable.taken(tmp_path / "x") is None
     assert "being trained" in durable.taken(tmp_path / "x") if (lock := durable.claim(tmp_path / "x")) else None
     assert durable.taken(tmp_path / "x", mine=True) is None
