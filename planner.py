@@ -117,8 +117,8 @@ def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
     mu = (sampling / generated) / (training / trained)
     told = [f"mu {mu:.2f}: {sampling / generated:.3g} s to sample an episode over {training / trained:.3g} s to train on one, "
             f"from iteration {first['iteration'] + 1} on; other batch sizes or devices have another"]
-    computed = last.get("cost/episodes_computed", math.inf) - first.get("cost/episodes_computed", 0)  # older runs have none
-    if computed < trained:
+    counts = [line.get("cost/episodes_computed") for line in (first, last)]  # runs begun with older code have none at first
+    if None not in counts and (computed := counts[1] - counts[0]) < trained:
         told.append(f"   {computed / trained:.0%} of these had a signal, and only they cost time: for each of them mu is "
                     f"{mu * computed / trained:.2f}. A buffer of such episodes alone (--replay fresh, per) is nearer to that")
     if last.get("time/mu_counts") is not None:
