@@ -102,7 +102,7 @@ def number(value: float) -> str:
 
 def cell(values: list[float]) -> str:
     """Median (lowest to highest), of two values both, or one number if they are the same."""
-    low, middle, high = (number(np.percentile(values, place, method="nearest")) for place in (0, 50, 100))
+    low, middle, high = (number(of(values)) for of in (min, np.median, max))
     return middle if low == high else f"{low} and {high}" if len(values) == 2 else f"{middle} ({low} to {high})"
 
 
