@@ -158,7 +158,8 @@ def shape_from(model: str) -> dict:
         folder = smollm2_folder(Args.cache_dir) if model == "smollm2" else [model, *checkpoints(Path(model))][-1]
         return shape_of(AutoConfig.from_pretrained(base_of(folder)))
     except (MissingData, OSError, ValueError, AttributeError) as error:  # the last: a kind of model that is not Llama-like
-        fail(f"cannot read --model {model} ({str(error).splitlines()[0]}): give the folder of a model, of a checkpoint or of a "
+        reason = str(error).partition("\n")[0]
+        fail(f"cannot read --model {model} ({reason}): give the folder of a model, of a checkpoint or of a "
              "run that has one, a hub id that can be reached, or smollm2")
 
 

@@ -254,11 +254,11 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
 
 
 def why_not_started(error: BaseException) -> dict:
-    """What is one sentence where the trainer samples itself (no vLLM, no server) is refused, the rest an error's traceback."""
+    """The traceback; `refused` is the sentence for what is one where the trainer samples itself (no vLLM, no server)."""
     if isinstance(error, SystemExit) and error.code == 2:  # `fail` has told it
-        return {"error": "", "refused": True}
+        return {"error": traceback.format_exc(), "refused": ""}
     if isinstance(error, (ImportError, RuntimeError, ValueError)):
-        return {"error": str(error), "refused": True}
+        return {"error": traceback.format_exc(), "refused": str(error) or repr(error)}
     return {"error": traceback.format_exc()}
 
 
@@ -392,7 +392,7 @@ class Samplers:
     def received(self, sampler: Sampler, message: dict):
         if "refused" in message and not self.begun:
             with self.condition:
-                self.refused, self.closing = message["error"], True
+                self.refused, self.closing = message["refused"], True
                 self.condition.notify_all()
         elif "error" in message:
             self.died(sampler, message["error"])

@@ -298,7 +298,7 @@ def tells_and_hangs(args, folder, play, pipe, *_):
 
 
 def refuses(args, folder, play, pipe, *_):
-    pipe.send({"error": "no server there", "refused": True})
+    pipe.send({"error": "Traceback: no server there", "refused": "no server there"})
     sys.exit(1)
 
 
@@ -366,17 +366,21 @@ def test_one_sampler_that_cannot_start_ends_the_program_at_once_and_is_told_once
 
 def test_a_sampler_that_cannot_start_again_is_a_sampler_that_died(beside, capfd):
     source = beside(refuses_once_restarted, restart_samplers=2)
-    assert source.next(1, True) is None and source.error == "sampler 0 died: no server there"
+    assert source.next(1, True) is None and source.error == "sampler 0 died: Traceback: no server there"
     (source.weights / "before").unlink()
     told = capfd.readouterr().err
-    assert "started again, 2 of --restart-samplers 2: no server there" in told and "the run ends after this iteration" in told
+    assert "started again, 2 of --restart-samplers 2: Traceback: no server there" in told and "the run ends after this iteration" in told
 
 
-@pytest.mark.parametrize("error, message", [
-    (ImportError("no vLLM"), {"error": "no vLLM", "refused": True}), (SystemExit(2), {"error": "", "refused": True}),
-    (MissingData("no data"), {"error": "no data", "refused": True}), (ValueError("long"), {"error": "long", "refused": True})])
-def test_a_start_fails_with_a_sentence_where_the_trainers_own_would(error, message):
-    assert why_not_started(error) == message
+@pytest.mark.parametrize("error, sentence", [
+    (ImportError("no vLLM"), "no vLLM"), (SystemExit(2), ""), (MissingData("no data"), "no data"), (ValueError("long"), "long"),
+    (RuntimeError(), "RuntimeError()")])
+def test_a_start_fails_with_a_sentence_where_the_trainers_own_would(error, sentence):
+    try:
+        raise error
+    except BaseException as raised:
+        message = why_not_started(raised)
+    assert message["refused"] == sentence and "Traceback" in message["error"]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), SystemExit(1), KeyboardInterrupt()])
