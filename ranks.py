@@ -96,13 +96,14 @@ def zero3_by_fsdp2():
 
 
 def close(code: int = 0):
-    """Ends the exchange when all have written all; and this process at once, since torch's threads of an exchange that still
-    hold tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291). From
-    here on signals are ignored: when one process ends with an error code, the launcher sends SIGTERM to those still at it."""
+    """Ends the exchange when all is written; and this process at once, since torch's threads of an exchange that still hold
+    tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291). All end with
+    an error `code` together, and signals are ignored then: at the first such end the launcher sends SIGTERM to the others."""
     if dist.is_available() and dist.is_initialized():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        barrier()
+        if code:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
