@@ -15,7 +15,6 @@
 
 `score` is the task's own reward. The format penalty for an answer that is not `valid` is added by `rollout.collect`.
 """
-import copy
 import functools
 import hashlib
 import importlib.util
@@ -27,11 +26,10 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from PIL import Image
 
-from buffer import one_of, require
+from episode import one_of, require
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
 PATIENCE = 10_000  # ids without a new problem before a task says that there are no more
@@ -260,11 +258,6 @@ class FrozenLake(BoardGame):
         return [move for move in legal if distance[near[move]] == nearest]
 
 
-@functools.cache
-def cliff_walking(slippery: bool) -> CliffWalkingEnv:
-    return CliffWalkingEnv(is_slippery=slippery)  # its table of moves takes milliseconds
-
-
 @functools.lru_cache
 def painter(size: int) -> FrozenLakeEnv:
     game = FrozenLakeEnv(desc=generate_random_map(size, seed=0), is_slippery=False, render_mode="rgb_array")
@@ -282,54 +275,6 @@ def lake_picture(board: tuple[str, ...], position: int, cell_pixels: int) -> np.
     return frame if size >= len(frame) else np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
 
 
-class CliffWalking(FrozenLake):
-    """gymnasium's CliffWalking-v1: -1 a turn, -100 into the cliff and back to the lower left corner.
-
-    There is one map, so a problem is the cell to start from, its id 12 * row + column. By hash, 27 cells of safe ground
-    are for training and 10 are held out: a held-out start is new, the map is not. With `published_start` the only
-    problem, both train and held out, is gymnasium's start, the lower left corner. A turn without a move costs 1 too.
-    """
-    name, ground, tiny_board = "cliffwalking", "ground", "never"
-    role = "You are walking along a cliff."
-    legend = "P is you, _ is ground, O is the cliff, G is the goal, √ is you on the goal"
-    example = ("_ _ P\nO O G", "Down")
-    map = ["F" * 12] * 3 + ["S" + "H" * 10 + "G"]
-
-    def __init__(self, *, slippery: bool = False, published_start: bool = False, prompt: str = "full"):
-        self.slippery, self.published_start = slippery, published_start
-        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
-
-    def problems(self, split: str, count: int) -> list[int]:
-        one_of("split", split, ("train", "heldout"))
-        safe = [cell for cell, symbol in enumerate("".join(self.map)) if symbol in "SF"]
-        cells = [36] if self.published_start else [cell for cell in safe if self.split_of(f"cell {cell}") == split]
-        require(count <= len(cells), f"cliffwalking has {len(cells)} {split} problems (cells to start from), {count} "
-                "were asked for")
-        return cells[:count]
-
-    def start(self, problem_id: int, seed: int):
-        self.game = copy.copy(cliff_walking(self.slippery))
-        self.game.reset(seed=seed)
-        self.game.s = self.position = problem_id
-        self.info["falls"] = 0
-
-    def draw(self) -> np.ndarray:
-        self.game.render_mode = "rgb_array"
-        return self.game.render()
-
-    def rules(self) -> str:
-        return ("Reach the goal in few turns. A move goes one cell; at the edge you stay where you are. Every turn "
-                f"costs 1; a move into the cliff costs 100 and takes you to the lower left corner.{self.slipping()}")
-
-    def play(self, move: int | None) -> tuple[float, bool]:
-        if move is None:
-            return -1.0, False
-        self.position, score, done, _, _ = self.game.step([3, 2, 1, 0][move])  # gymnasium counts Up, Right, Down, Left
-        self.success = bool(done)
-        self.info["falls"] += int(score == -100)
-        return float(score), bool(done)
-
-
 # ------------------------------------------------------------------------------------------------ tasks by their name
 
 def options_for(model: str, task: type) -> dict[str, str]:
@@ -343,9 +288,9 @@ def shows_images(env) -> bool:
 
 
 # A class, or "file.py:Class" of a file beside this one, which is imported when the task is asked for.
-ENVS = {"frozenlake": FrozenLake, "cliffwalking": CliffWalking, "sokoban": "sokoban.py:Sokoban",
-        "arithmetic": "maths.py:Arithmetic", "maths": "maths.py:Maths", "reasoning_gym": "maths.py:ReasoningGym",
-        "search": "search_qa.py:SearchQA", "geoqa": "geometry.py:Geometry"}
+ENVS = {"frozenlake": FrozenLake, "cliffwalking": "tasks/cliffwalking.py:CliffWalking", "sokoban": "tasks/sokoban.py:Sokoban",
+        "arithmetic": "tasks/maths.py:Arithmetic", "maths": "tasks/maths.py:Maths", "reasoning_gym": "tasks/maths.py:ReasoningGym",
+        "search": "tasks/search_qa.py:SearchQA", "geoqa": "tasks/geometry.py:Geometry"}
 MEMBERS = ("name", "stop", "slow", "problems", "reset", "step", "render")  # that a task's class has
 
 
@@ -362,7 +307,8 @@ def load_env(name: str) -> type:
         one_of("--env", name, (*ENVS, "reasoning_gym:dataset", "path/to/file.py:ClassName"))
     path = (Path(__file__).parent / file if target != name else Path(file).expanduser()).resolve()
     require(path.is_file(), f"--env {name}: there is no file {path}")
-    module = path.stem if path.parent == Path(__file__).resolve().parent else str(path)
+    tasks = Path(__file__).resolve().parent / "tasks"
+    module = f"tasks.{path.stem}" if path.parent == tasks else str(path)
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, path)
         sys.modules[module] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look there
@@ -399,3 +345,20 @@ def make_env_factory(name: str, options: dict[str, str]):
         require(key in converted or parameter.default is not parameter.empty,
                 f"--env {name} needs --env-options {key} VALUE")
     return functools.partial(task, **converted)
+
+
+def up_to(env, split: str, count: int) -> list[int]:
+    """`count` problems, or all there are where the task has fewer."""
+    try:
+        return env.problems(split, count)
+    except ValueError:
+        if count < 2:
+            raise
+    enough, missing = 1, count  # the largest count that the task has, by bisection
+    while missing - enough > 1:
+        try:
+            env.problems(split, (enough + missing) // 2)
+            enough = (enough + missing) // 2
+        except ValueError:
+            missing = (enough + missing) // 2
+    return env.problems(split, enough)

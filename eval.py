@@ -13,6 +13,14 @@
 
 (each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """
+import importlib
+import sys
+
+SUBCOMMANDS = {"compare": "look.compare", "replay": "look.replay", "show": "look.viewer", "plan": "look.planner",
+               "fits": "look.fits"}  # word: its module
+if __name__ == "__main__" and sys.argv[1:] and sys.argv[1] in SUBCOMMANDS:  # before torch is imported, which takes seconds
+    sys.exit(importlib.import_module(SUBCOMMANDS[sys.argv[1]]).main(sys.argv[2:]))
+
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
@@ -20,17 +28,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
 import contextlib
 import difflib
 import hashlib
-import importlib
 import inspect
 import json
 import math
 import re
-import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-import matplotlib
 import numpy as np
 import torch
 import tyro
@@ -38,22 +43,21 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
-import ranks
-from compare import bootstrap_interval, whole_lines
-from durable import checkpoints, fail, last_checkpoint
-from envs import MissingData, load_env, make_env_factory, options_for
-from models import Chat, load_policy, policy_folder, up_to
-from rollout import collect, context_length_of, guarded, make_engine
-from runs import episode_record, finite_or_none, read_yaml, with_files
+from engines import context_length_of, make_engine
+from envs import MissingData, load_env, make_env_factory, options_for, up_to
+from episode import PLAYED, episode_record, with_files
+from look.compare import bootstrap_interval
+from models import load_policy
+from policies import policy_folder
+from policies.chat import Chat
+from rollout import collect, guarded
+from runtime import ranks
+from runtime.checkpoints import fingerprint
+from runtime.files import checkpoints, fail, finite_or_none, last_checkpoint, read_yaml, whole_lines
+from runtime.metrics import task_averages
 from settings import Args, other_defaults
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
-
-SUBCOMMANDS = {"compare": "compare", "replay": "replay_plots", "show": "viewer", "plan": "planner",
-               "fits": "fits"}  # word: its module
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
-PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")
 
 
 # ------------------------------------------------------------------------------------------------------------ playing
@@ -95,13 +99,6 @@ def averages(outcomes: list[dict]) -> dict:
             **{key: float(np.mean(info[key])) for key in ("truncated", "context_full", "turns")},
             "env_errors": float(np.mean([bool(error) for error in info["env_error"]])),
             "problems": len({row["problem_id"] for row in outcomes})}
-
-
-def task_averages(outcomes: list[dict]) -> dict:
-    """The task's own numbers (reward components, exact match, ...): means over the episodes that have them."""
-    keys = dict.fromkeys(key for row in outcomes for key in row["info"] if key not in PLAYED)
-    told = {key: [row["info"][key] for row in outcomes if isinstance(row["info"].get(key), (bool, int, float))] for key in keys}
-    return {key: float(np.mean(values)) for key, values in told.items() if values}
 
 
 def wilson_interval(successes: float, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -167,50 +164,6 @@ def summarise(by_problem: list[list[dict]], ks: list[int]) -> dict:
             low, high = wilson_interval(sum(values), len(values))
         result |= {name: float(np.mean(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
     return averages(outcomes) | result | {"task": task_averages(outcomes)}
-
-
-# ----------------------------------------------------------------------------------------------------------- pictures
-
-
-def plain(run: Path) -> str:
-    return run.name.replace("$", r"\$")  # matplotlib reads formulas between two of them
-
-
-def plot_learning_curves(runs: list[Path], path: Path):
-    """Held-out success (and, pale, the training reward) of runs over iterations."""
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for number, run in enumerate(runs):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        judged = [(line["iteration"], line["eval/success"]) for line in lines if line["eval/success"] is not None]
-        places, successes = zip((0, lines[0]["eval/start_success"]), *judged)
-        axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color=f"C{number}", alpha=0.25,
-                  label=None if number else "training reward")
-        axes.plot(places, successes, color=f"C{number}", marker="o", label=f"held-out success, {plain(run)}")
-    axes.set(xlabel="iteration", ylabel="success, reward", ylim=(min(0, axes.get_ylim()[0]), 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def plot_drift(run: Path, drift):
-    """drift.png: KL(behaviour || current) of single episodes against their age, and the fitted line behind --tau auto."""
-    ages, kl = drift.points()
-    fit = drift.fit()
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.scatter(ages, kl, s=6, alpha=0.4, label="one episode of the last probes")
-    if fit:
-        ends = np.array([0, ages.max()])
-        axes.plot(ends, fit["k0"] + fit["c"] * ends, color="C1",
-                  label=f"KL = {fit['k0']:.3g} + {fit['c']:.3g} age, R² {fit['r2']:.2f}; tau {drift.tau():.3g}")
-    else:
-        axes.plot([], [], color="C1", label=f"no fit: {len(ages)} of the {drift.min_rows} episodes needed, or a single age")
-    axes.set(xlabel="age (in --age-unit)", ylabel="KL(behaviour || current), nats an episode", title=plain(run))
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(run / "drift.png", dpi=120)
-    plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------------- command line
@@ -289,16 +242,6 @@ def settings(arguments: EvalArgs, run: Path | None):
     usual = {} if config else other_defaults(arguments.source)
     return Args(**usual | {key: value for key, value in config.items() if key in names} | given
                 | {"env_options": options | arguments.env_options})
-
-
-def fingerprint(folder: str | Path) -> list[str]:
-    """What tells weights apart: the contents of a folder's, the name of a hub id."""
-    digests = []
-    for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
-        for path in sorted(Path(folder).glob(name)):
-            with open(path, "rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digests or [str(folder)]
 
 
 def load(folder, args, first_message: str):

@@ -22,6 +22,7 @@ Ratio rho = exp(current - behaviour), its logarithm clamped to +-20; advantages 
 import difflib
 import inspect
 import math
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -699,3 +700,32 @@ ALGORITHMS = {
     "tba": _bundle("2503.18929: trajectory balance, needs a reference policy", "dr_grpo", "tba", "seq_mean_token_sum"),
     "sft_positive": _bundle("2304.06767: imitation of successes", "reinforce", "sft_positive", "token_mean"),
 }
+
+
+@dataclass
+class Objective:
+    """The parts of `--algo` after the overrides of the command line."""
+    advantage: str
+    whiten: bool | None
+    loss: str
+    loss_options: dict
+    aggregation: str
+    kl_in: str | None
+    kl_kind: str | None
+
+
+def objective_of(args) -> Objective:
+    bundle = ALGORITHMS[args.algo]
+    given = {name: getattr(args, name) for name in ("eps_low", "eps_high", "dual_clip") if getattr(args, name) is not None}
+    advantage = args.advantage or bundle["advantage"]
+    return Objective(advantage, bundle["whiten"] if advantage == bundle["advantage"] else None, args.loss or bundle["loss"],
+                     bundle["loss_options"] | given, args.aggregation or bundle["aggregation"],
+                     (args.kl_in or bundle["kl_in"] or "loss") if args.kl_coef else None,
+                     args.kl_kind or bundle["kl_kind"] or "k3")
+
+
+def zero_advantage_is_silent(args) -> bool:
+    """Whether a row of zero advantages has zero gradient, so that it need not be computed."""
+    objective = objective_of(args)
+    return (objective.kl_in != "loss" and not args.entropy_coef and objective.loss not in ("tba", "sft_positive")
+            and objective.advantage != "gae")

@@ -1,5 +1,4 @@
 """The flags of train.py, read from a config and the command line, and what is refused before anything is loaded."""
-
 import difflib
 import math
 import re
@@ -13,12 +12,11 @@ import tyro
 import yaml
 
 import losses
-import ranks
 from buffer import ReplayBuffer
-from durable import fail
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
-from runs import read_yaml
-from update import objective_of, zero_advantage_is_silent
+from losses import objective_of, zero_advantage_is_silent
+from runtime import ranks
+from runtime.files import fail, read_yaml
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
 ADVANTAGE_KINDS = tuple(kind for kind in losses.ADVANTAGES if kind != "rlep_mixed")  # the loop mixes no groups

@@ -14,10 +14,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads
 
 import contextlib
-import copy
-import hashlib
-import inspect
-import json
 import math
 import shutil
 import signal
@@ -30,25 +26,39 @@ from pathlib import Path
 import jinja2
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
 
-import durable
-import ranks
-from buffer import DriftEstimator, ProblemSampler, ReplayBuffer, sequence_kl, token_kl
-from durable import fail
+from buffer import ReplayBuffer
+from drift import DriftEstimator, sequence_kl, token_kl
+from engines import context_length_of, engine_kind, make_engine
+from engines.samplers import Direct, Job, Samplers
 from envs import MissingData, make_env_factory
-from eval import evaluate, fingerprint, plot_drift, plot_learning_curves, task_averages
-from ledger import Ledger, matmul_parameters
-from metrics import buffer_stats, drift_metrics, fresh_metrics, outline, replay_metrics, under
-from models import Chat, Critic, load_policy, policy_folder, recompute_layers, up_to
-from rollout import context_length_of, engine_kind, make_engine
-from runs import Clock, Interrupt, NoLog, RunLog, drift_record, episode_record, load_checkpoint, replay_record, save_checkpoint
-from samplers import Direct, Job, Samplers
+from episode import episode_record
+from eval import evaluate
+from judge import add_advantages, has_signal, is_sound, score, shuffle_rewards, td_errors, token_log_ratios
+from look.curves import plot_drift, plot_learning_curves
+from losses import objective_of
+from models import load_policy
+from policies import policy_folder
+from policies.chat import Chat
+from problems import ProblemSampler
+from runtime import ranks
+from runtime.checkpoints import (
+    GlobalRandomness,
+    checkpoint_to_resume,
+    fingerprint,
+    load_checkpoint,
+    save_checkpoint,
+    surroundings,
+    warn_of_changes,
+)
+from runtime.files import claim, fail, give_back, taken, told_plainly
+from runtime.ledger import Ledger, matmul_parameters
+from runtime.log import Clock, Interrupt, NoLog, RunLog, drift_record, replay_record
+from runtime.metrics import buffer_stats, drift_metrics, fresh_metrics, outline, replay_metrics, task_averages, under
+from runtime.setup import code_files, digest_of, finished, problems_of
+from runtime.watch import Watch
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
-from update import (CRITIC_METRICS, POLICY_METRICS, Learner, MasterAdamW, add_advantages, has_signal, learning_rate_factor,
-                    merged, objective_of, score, shuffle_rewards, td_errors, token_log_ratios, update)
-from watch import Watch
-
+from update import CRITIC_METRICS, POLICY_METRICS, make_learner, merged, update
 
 # --------------------------------------------------------------------------------------------------------- the loop
 
@@ -56,42 +66,6 @@ from watch import Watch
 def rng_of(args: Args, purpose: str, iteration: int) -> np.random.Generator:
     """A generator of its own for each purpose and iteration: nothing to save, and no purpose disturbs another."""
     return np.random.default_rng([args.seed, zlib.crc32(purpose.encode()), iteration])
-
-
-def make_learner(args: Args, policy, image_processor=None) -> Learner:
-    """The policy with its optimiser, and critic and reference where the objective needs them."""
-    accelerator, objective = ranks.start(), objective_of(args)
-
-    def placed(module):
-        module.to(accelerator.device)
-        return ranks.shard(module, accelerator.device) if ranks.sharded() else module
-
-    def prepared(module, lr):
-        trained = [parameter for parameter in placed(module).parameters() if parameter.requires_grad]
-        return module, MasterAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-
-    reference = None
-    if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
-        reference = placed(copy.deepcopy(policy).requires_grad_(False))
-    if args.lora_rank:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(args.seed)
-            policy = get_peft_model(policy, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, lora_dropout=0.0,
-                                                       target_modules="all-linear", task_type="CAUSAL_LM")).eval()
-    if args.gradient_checkpointing:
-        recompute_layers(policy)
-    critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
-    policy, optimizer = prepared(policy, args.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
-    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)
-
-
-def problems_of(env, split: str, asked: int | None, usual: int, flag: str) -> list[int]:
-    """`asked` problems; without a wish the usual number, or all that the task has. Exits with 2 when it has too few."""
-    try:
-        return up_to(env, split, usual) if asked is None else env.problems(split, asked)
-    except ValueError as error:
-        fail(f"{flag} {usual if asked is None else asked}: {error}")
 
 
 def main(args: Args) -> dict:
@@ -120,10 +94,10 @@ def main(args: Args) -> dict:
         fail(f"--shared-folder {args.shared_folder} must be a folder that exists: make it, or correct the path")
     checkpoint, lock = None, contextlib.nullcontext()
     if ranks.first() and args.resume:
-        lock = durable.claim(run)
-        checkpoint = durable.checkpoint_to_resume(run, asdict(args), MAY_CHANGE_ON_RESUME)
-    elif ranks.first() and durable.taken(run):
-        fail(durable.taken(run))
+        lock = claim(run)
+        checkpoint = checkpoint_to_resume(run, asdict(args), MAY_CHANGE_ON_RESUME)
+    elif ranks.first() and taken(run):
+        fail(taken(run))
     checkpoint = ranks.common(checkpoint)
 
     make_env = make_env_factory(args.env, args.env_options)
@@ -155,7 +129,7 @@ def main(args: Args) -> dict:
              "configs/accelerate/ddp.yaml")
     learner = make_learner(args, policy, chat.image_processor)
 
-    memories = {"random": durable.GlobalRandomness(args.seed),
+    memories = {"random": GlobalRandomness(args.seed),
                 "problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
                                            group_size=max(2, args.group_size), seed=args.seed),
                 "watch": Watch(args)}
@@ -174,10 +148,10 @@ def main(args: Args) -> dict:
         around["policy at the start"] = digest_of(fingerprint(folder))
         if args.model in ("tiny", "tiny-vlm"):  # it is in a cache, which other code would make anew
             start_files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
-    around = durable.surroundings(code_files(make_env()), **around)
+    around = surroundings(code_files(make_env()), **around)
     if checkpoint:
         state |= load_checkpoint(checkpoint, learner, memories)
-        durable.warn_of_changes(state.get("surroundings", {}), around)
+        warn_of_changes(state.get("surroundings", {}), around)
         if state["iteration"] >= args.iterations and (finished(run, args) or state["last"] is None):
             fail(f"{run} has done its {state['iteration']} iterations; raise --iterations to go on")
         print(f"resuming {run} from {checkpoint.name}, iteration {state['iteration']}; learning rate and beta now follow a plan "
@@ -216,11 +190,11 @@ def main(args: Args) -> dict:
         fail(str(error))
     judge = lambda: evaluate(engine, chat, make_env, heldout_problems, temperature=args.eval_temperature, **play)  # noqa: E731
     if not args.resume and ranks.first():
-        lock = durable.claim(run)  # not earlier: a start that fails leaves nothing behind
-        if durable.taken(run, mine=True):
-            fail(durable.taken(run, mine=True))
+        lock = claim(run)  # not earlier: a start that fails leaves nothing behind
+        if taken(run, mine=True):
+            fail(taken(run, mine=True))
     if args.async_rollouts:
-        with durable.told_plainly(run):  # the first weights need a disk with room
+        with told_plainly(run):  # the first weights need a disk with room
             source = Samplers(args, learner.accelerator.unwrap_model(learner.policy), folder, run, sampling, job,
                               max(state["jobs"], state["iteration"]) + 1, state["step"], state.get("under_way", ()))
         if checkpoint:
@@ -247,13 +221,13 @@ def main(args: Args) -> dict:
         state["synced"], state["under_way"] = source.step, source.under_way()
         save_checkpoint(run, learner, processor, memories, state, args.keep_checkpoints, start_files, source.kept())
 
-    with (lock, durable.told_plainly(run), contextlib.closing(engine), contextlib.closing(source),
+    with (lock, told_plainly(run), contextlib.closing(engine), contextlib.closing(source),
           contextlib.ExitStack() as stack, Interrupt(source.interrupt) as interrupt):
         try:
             source.begin()
         except SystemExit:  # a sampler cannot start: leaves nothing behind, like an engine here
             source.close()
-            durable.give_back(run)
+            give_back(run)
             raise
         log = stack.enter_context(RunLog(run, args, state["iteration"], told()) if ranks.first() else NoLog())
         if state["start"] is None:
@@ -405,33 +379,6 @@ def main(args: Args) -> dict:
                    "episodes": state["episodes"], "minutes": round(state["minutes"], 2)}
         log.finish(summary)
     return summary
-
-
-def finished(run: Path, args: Args) -> bool:
-    """Whether the run's end was written; not where it was killed after its last checkpoint."""
-    summary = run / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["iterations"] == args.iterations
-
-
-def code_files(env) -> list[Path]:
-    """The files that decide what is learned, the task's own among them."""
-    names = ("train", "settings", "update", "prefix_tree", "losses", "buffer", "rollout", "models", "envs", "samplers", "ranks",
-             "vllm_engine")
-    return [Path(__file__).with_name(f"{name}.py") for name in names] + \
-        sorted({Path(inspect.getfile(kind)) for kind in type(env).__mro__[:-1]} - {Path(__file__).with_name("envs.py")})
-
-
-def digest_of(values: list) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-
-
-# ---- what is logged beside the update's own metrics
-
-
-def is_sound(args: Args, episode, oldest: float) -> bool:
-    """Whether an episode can teach something and was not sampled before the step `oldest`."""
-    return episode.policy_step >= oldest and not episode.info["env_error"] and bool(episode.action_mask.any()) and \
-        not (args.overlong == "mask" and episode.info["overlong"])
 
 
 if __name__ == "__main__":

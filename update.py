@@ -1,19 +1,36 @@
 """One optimiser step on a batch of episodes, fresh or replayed: micro-batches, one denominator, critic and reference."""
+import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 
-import prefix_tree
-import ranks
-from losses import (ALGORITHMS, DIAGNOSTICS, aggregate, compute_advantages, diagnostics, explained_variance, gae, kl,
-                    m2po_bound, policy_loss, step_denominator, tba_log_z, value_loss, vtrace, whitened)
-from models import backbone, collate, micro_batches, pixel_inputs, recomputing, token_logprobs
-from watch import bad_rows, bad_weights, few, first_bad_module, require_finite
+from judge import batches_of, idle_row, mask_of, padded, pixels_of, reference_score, score, tokens_read, values_and_rewards
+from losses import (
+    DIAGNOSTICS,
+    aggregate,
+    compute_advantages,
+    diagnostics,
+    explained_variance,
+    gae,
+    kl,
+    m2po_bound,
+    objective_of,
+    policy_loss,
+    step_denominator,
+    tba_log_z,
+    value_loss,
+    vtrace,
+    whitened,
+    zero_advantage_is_silent,
+)
+from models import Critic, recompute_layers, recomputing, token_logprobs
+from runtime import ranks
+from runtime.watch import bad_rows, bad_weights, few, first_bad_module
 
-PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
                   "clip_fraction_dual", "is_weight", "tba_error", "positive_fraction", "correction_weight",
                   "entropy", "kl_reference", *DIAGNOSTICS)
@@ -83,184 +100,6 @@ class Learner:
 
     def optimizers(self) -> dict:
         return {"policy": self.optimizer} | ({"critic": self.critic_optimizer} if self.critic is not None else {})
-
-
-@dataclass
-class Objective:
-    """The parts of `--algo` after the overrides of the command line."""
-    advantage: str
-    whiten: bool | None
-    loss: str
-    loss_options: dict
-    aggregation: str
-    kl_in: str | None
-    kl_kind: str | None
-
-
-def objective_of(args) -> Objective:
-    bundle = ALGORITHMS[args.algo]
-    given = {name: getattr(args, name) for name in ("eps_low", "eps_high", "dual_clip") if getattr(args, name) is not None}
-    advantage = args.advantage or bundle["advantage"]
-    return Objective(advantage, bundle["whiten"] if advantage == bundle["advantage"] else None, args.loss or bundle["loss"],
-                     bundle["loss_options"] | given, args.aggregation or bundle["aggregation"],
-                     (args.kl_in or bundle["kl_in"] or "loss") if args.kl_coef else None,
-                     args.kl_kind or bundle["kl_kind"] or "k3")
-
-
-def zero_advantage_is_silent(args) -> bool:
-    """Whether a row of zero advantages has zero gradient, so that it need not be computed."""
-    objective = objective_of(args)
-    return (objective.kl_in != "loss" and not args.entropy_coef and objective.loss not in ("tba", "sft_positive")
-            and objective.advantage != "gae")
-
-
-# --------------------------------------------------------------------------------------------- per-token quantities
-
-
-def padded(rows) -> torch.Tensor:
-    """A list of (T,) arrays as one (B, T) tensor, zeros on the right; (0, 0) of none."""
-    return collate([{"row": row} for row in rows], 0)["row"] if len(rows) else torch.zeros(0, 0)
-
-
-def mask_of(episodes) -> torch.Tensor:
-    return padded([episode.action_mask for episode in episodes]).bool()
-
-
-def pixels_of(learner: Learner, episodes) -> dict[str, torch.Tensor]:
-    return pixel_inputs(learner.image_processor, [episode.images for episode in episodes], learner.device)
-
-
-def batches_of(learner: Learner, episodes) -> list[list[int]]:
-    """Rows of one forward pass each; those of one prompt together where it is read once."""
-    args, prompts = learner.args, None
-    if prefix_tree.knows_trees(backbone(learner.policy)):
-        prompts = [tuple(episode.tokens[:episode.action_mask.argmax()].tolist()) for episode in episodes]
-    return micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size, prompts)
-
-
-def tokens_read(learner: Learner, episodes) -> int:
-    """Tokens of one forward pass; what episodes begin with alike counts once where it is read once."""
-    if prefix_tree.knows_trees(backbone(learner.policy)):
-        return len(prefix_tree.tree_of([episode.tokens.tolist() for episode in episodes])[1])
-    return sum(len(episode.tokens) for episode in episodes)
-
-
-@torch.no_grad()
-def per_token(function, episodes, learner: Learner, kind: str = "values") -> torch.Tensor:
-    """function(tokens_BT, mask_BT, pixels) -> (B, T) of all episodes, by micro-batches, without gradient, on the CPU. `kind` is
-    what its cost is booked as, one of ledger.SCORED."""
-    rows = [None] * len(episodes)
-    passes = batches_of(learner, episodes)
-    idle = ranks.idle_passes(len(passes))
-    for micro in passes:
-        learner.scored[kind] += tokens_read(learner, [episodes[row] for row in micro])
-        tokens_BT = padded([episodes[row].tokens.astype(np.int64) for row in micro]).to(learner.device)
-        mask_BT = padded([episodes[row].action_mask for row in micro]).to(learner.device)
-        pixels = pixels_of(learner, [episodes[row] for row in micro])
-        for row, values_T in zip(micro, function(tokens_BT, mask_BT, pixels).cpu()):
-            rows[row] = values_T[:len(episodes[row].tokens)]
-    for _ in range(idle):
-        function(*idle_row(learner))
-    return padded(rows)
-
-
-def idle_row(learner: Learner) -> tuple:
-    """(tokens, mask, pixels) of a row for a pass that a rank takes part in for the others."""
-    return (torch.zeros(1, 2, dtype=torch.long, device=learner.device),
-            torch.tensor([[False, True]], device=learner.device), {})
-
-
-def score(model, episodes, learner: Learner, kind: str = "proximal") -> torch.Tensor:
-    """(B, T) log-probs of the episodes' action tokens under `model` now."""
-    temperature = learner.args.temperature
-    return per_token(lambda tokens_BT, mask_BT, pixels: ranks.forward(token_logprobs, model, tokens_BT, mask_BT, temperature,
-                                                                    pixels=pixels)[0], episodes, learner, kind)
-
-
-def token_log_ratios(learner: Learner, episodes) -> np.ndarray:
-    """(B, T) log current/behaviour of the sampled tokens, 0 elsewhere, float64."""
-    behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    now_BT = score(learner.policy, episodes, learner, "probe")
-    require_finite("log-probs of the policy", now_BT, episodes, learner.policy)
-    return (now_BT.double() - behavior_BT.double()).numpy()
-
-
-def reference_score(learner: Learner, episodes) -> torch.Tensor:
-    """(B, T) log-probs under the policy of the start: a frozen copy, or under LoRA the base without its adapters."""
-    if learner.reference is None:
-        with learner.policy.disable_adapter():
-            return score(learner.policy, episodes, learner, "reference")
-    return score(learner.reference, episodes, learner, "reference")
-
-
-def token_rewards(episodes) -> torch.Tensor:
-    """(B, T): each turn's reward on its last action token."""
-    rewards_BT = torch.zeros(len(episodes), max((len(episode.tokens) for episode in episodes), default=0))
-    for row, episode in enumerate(episodes):
-        rewards_BT[row, episode.turn_ends - 1] = torch.from_numpy(episode.turn_rewards)
-    return rewards_BT
-
-
-def reward_kl(learner: Learner, episodes) -> torch.Tensor | None:
-    """(B, T) coefficient times KL to the reference where it belongs into the reward, from the behaviour log-probs."""
-    args, objective = learner.args, objective_of(learner.args)
-    if objective.kl_in != "reward":
-        return None
-    behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    return args.kl_coef * kl(objective.kl_kind, behavior_BT, reference_score(learner, episodes))
-
-
-def values_and_rewards(learner: Learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) critic values now, and rewards less the reward KL."""
-    values_BT = per_token(learner.critic, episodes, learner)
-    require_finite("values of the critic", values_BT, episodes, learner.critic)
-    kl_BT = reward_kl(learner, episodes)
-    return values_BT, token_rewards(episodes) - (0 if kl_BT is None else kl_BT)
-
-
-def td_errors(learner: Learner, episodes) -> np.ndarray:
-    """(B,) mean |r + gamma V' - V| over action tokens: the base priority `td_error`."""
-    values_BT, rewards_BT = values_and_rewards(learner, episodes)
-    mask_BT = mask_of(episodes)
-    delta_BT, _ = gae(rewards_BT, values_BT, mask_BT, gamma=learner.args.gamma, lam=0.0)
-    return (delta_BT.abs().sum(1) / mask_BT.sum(1)).numpy().astype(np.float64)
-
-
-def add_advantages(learner: Learner, episodes):
-    """Fills `episode.advantages` (and `values`), once, while every group is whole."""
-    args, objective = learner.args, objective_of(learner.args)
-    mask_BT = mask_of(episodes)
-    values_BT = None
-    if objective.advantage == "gae":
-        values_BT = per_token(learner.critic, episodes, learner)
-        require_finite("values of the critic", values_BT, episodes, learner.critic)
-        for episode, values_T in zip(episodes, values_BT.numpy()):
-            episode.values = values_T[:len(episode.tokens)].copy()
-    rewards = token_rewards(episodes) if objective.advantage in PER_TOKEN_KINDS else \
-        torch.tensor([episode.reward for episode in episodes])
-    for row, episode in enumerate(episodes):
-        if episode.info["env_error"]:  # not judged: it gets 0 and counts in no mean of its group
-            rewards[row] = torch.where(mask_BT[row], math.nan, 0.0) if rewards.ndim == 2 else math.nan
-    groups_B = torch.tensor([episode.group_id for episode in episodes])
-    # ALGO LOGIC: what a token is worth
-    advantages_BT = compute_advantages(
-        objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma, lam=args.lam,
-        shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten, joined=ranks.joined)
-    require_finite(f"advantages ({objective.advantage}) from finite rewards", advantages_BT, episodes)
-    for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
-        episode.advantages = advantages_T[:len(episode.tokens)].copy()
-
-
-def shuffle_rewards(episodes, rng: np.random.Generator):
-    """Gives each episode the reward of another one, at its last turn: a control, from which nothing can be learned."""
-    judged = [episode for episode in episodes if len(episode.turn_rewards) and not episode.info["env_error"]]
-    for episode, reward in zip(judged, rng.permutation([episode.reward for episode in judged])):
-        episode.reward, episode.turn_rewards = float(reward), np.zeros_like(episode.turn_rewards)
-        episode.turn_rewards[-1] = reward
-
-
-def has_signal(episode) -> bool:
-    return bool(episode.advantages.any())
 
 
 # ------------------------------------------------------------------------------------------------------ the step
@@ -522,3 +361,31 @@ def learning_rate_factor(args):
         fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
         return min(1.0, (step + 1) / max(1, args.warmup_steps)) * (args.lr_end_fraction + (1 - args.lr_end_fraction) * fall)
     return factor
+
+
+def make_learner(args, policy, image_processor=None) -> Learner:
+    """The policy with its optimiser, and critic and reference where the objective needs them."""
+    accelerator, objective = ranks.start(), objective_of(args)
+
+    def placed(module):
+        module.to(accelerator.device)
+        return ranks.shard(module, accelerator.device) if ranks.sharded() else module
+
+    def prepared(module, lr):
+        trained = [parameter for parameter in placed(module).parameters() if parameter.requires_grad]
+        return module, MasterAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    reference = None
+    if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
+        reference = placed(copy.deepcopy(policy).requires_grad_(False))
+    if args.lora_rank:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(args.seed)
+            policy = get_peft_model(policy, LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, lora_dropout=0.0,
+                                                       target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+    if args.gradient_checkpointing:
+        recompute_layers(policy)
+    critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
+    policy, optimizer = prepared(policy, args.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
+    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)

@@ -28,10 +28,12 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch loads
 
+from engines import context_length_of, make_engine  # noqa: E402
 from envs import make_env_factory  # noqa: E402
 from eval import evaluate  # noqa: E402
-from models import Chat, load_policy, policy_folder  # noqa: E402
-from rollout import context_length_of, make_engine  # noqa: E402
+from models import load_policy  # noqa: E402
+from policies import policy_folder  # noqa: E402
+from policies.chat import Chat  # noqa: E402
 from settings import parse_args  # noqa: E402
 
 FIFO = ["--replay", "uniform", "--fresh-update", "False", "--capacity", "512"]

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from buffer import Episode, ReplayBuffer
+from buffer import ReplayBuffer
+from episode import Episode
 
 BATCH, ALPHA, BETA, TAU = 128, 0.6, 0.4, 500.0
 
@@ -159,8 +160,8 @@ class TorchRL:
 
     def __init__(self, n: int, base: np.ndarray):
         import torch
-        from torchrl.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
         from tensordict import TensorDict
+        from torchrl.data import LazyTensorStorage, PrioritizedSampler, TensorDictReplayBuffer
 
         self.torch, self.n, self.base, self.ages = torch, n, base.copy(), np.arange(n)[::-1] // BATCH
         sampler = PrioritizedSampler(n, alpha=ALPHA, beta=BETA, eps=0.0)

@@ -38,9 +38,14 @@ import rollout  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from envs import FrozenLake  # noqa: E402
-from models import Chat, demonstrations, load_policy, micro_batches, tiny_config, tiny_tokenizer  # noqa: E402
-from prefix_tree import tree_of  # noqa: E402
-from smollm2 import smollm2_folder  # noqa: E402
+from models import (  # noqa: E402
+    load_policy,
+    micro_batches,
+    tree_of,  # noqa: E402
+)
+from policies.chat import Chat  # noqa: E402
+from policies.smollm2 import smollm2_folder  # noqa: E402
+from policies.tiny import demonstrations, tiny_config, tiny_tokenizer  # noqa: E402
 
 CACHE = Path("~/.cache/freshreplay")
 LEARNING_RATE = 1e-5

@@ -42,9 +42,10 @@ def checkpointing():
     """Peak of live tensors (tests/test_ranks.py) and median seconds of an update, 4 episodes of 512 tokens."""
     import torch
     from test_ranks import WIDE, Peak, make_episode
-    from train import Args, make_learner
     from transformers import LlamaConfig, LlamaForCausalLM
-    from update import update
+
+    from train import Args
+    from update import make_learner, update
     print("\n| gradient checkpointing | peak, MiB | seconds an update |\n|---|---|---|")
     for flag in (False, True):
         torch.manual_seed(0)

@@ -53,7 +53,7 @@ def small_policy(folder: Path):
     import torch
     from transformers import LlamaForCausalLM
 
-    from models import tiny_config, tiny_tokenizer
+    from policies.tiny import tiny_config, tiny_tokenizer
     tokenizer = tiny_tokenizer()
     config = tiny_config(tokenizer)
     config.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,

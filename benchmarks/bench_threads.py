@@ -18,7 +18,8 @@ def step_seconds() -> float:
     import torch
     from transformers import LlamaForCausalLM
 
-    from models import tiny_config, tiny_tokenizer, token_logprobs
+    from models import token_logprobs
+    from policies.tiny import tiny_config, tiny_tokenizer
     model = LlamaForCausalLM(tiny_config(tiny_tokenizer()))
     tokens_BT = torch.randint(6, 40, (20, 200))
     mask_BT = torch.rand(20, 200) < 0.1

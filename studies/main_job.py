@@ -10,7 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from eval import plot_learning_curves, wilson_interval  # noqa: E402
+from eval import wilson_interval  # noqa: E402
+from look.curves import plot_learning_curves  # noqa: E402
 
 flags = sys.argv[1:]
 tag = "_".join(["main_job", *(flag.strip("-") for flag in flags)])

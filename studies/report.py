@@ -12,9 +12,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from run import ROOT, Job, area, chosen_lr, left_of, main_jobs, read_study, sweep_jobs, twin  # noqa: E402
-from buffer import DriftEstimator  # noqa: E402
-from compare import (X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, read_run, whole_lines,  # noqa: E402
-                     with_interval)
+
+from drift import DriftEstimator  # noqa: E402
+from look.compare import X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, read_run, with_interval  # noqa: E402
+from runtime.files import whole_lines
 
 PLOTS = ROOT / "studies" / "plots"
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t for 1 to 9 degrees of freedom

@@ -27,8 +27,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from compare import read_run  # noqa: E402
-from durable import fail  # noqa: E402
+from look.compare import read_run  # noqa: E402
+from runtime.files import fail  # noqa: E402
 
 CURVE = r"iteration|step|episodes|tokens|eval/success|eval/start_success"  # all that is kept of a sweep's runs
 KEPT = CURVE + (r"|buffer/(tau|size|drift_.*)|fresh/(success|entropy|signal_share|grad_norm|parse_failures)|"

@@ -24,7 +24,7 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_folder(cache_dir):
-    from models import warm_started_tiny
+    from policies.tiny import warm_started_tiny
     return warm_started_tiny(tiny_lake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
 
 

@@ -7,8 +7,9 @@ from collections import deque
 import numpy as np
 import pytest
 
-from buffer import Episode, ReplayBuffer
-from ledger import Ledger
+from buffer import ReplayBuffer
+from episode import Episode
+from runtime.ledger import Ledger
 
 
 def rollout(step: int, number: int) -> Episode:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import buffer as buffer_module
-from buffer import DriftEstimator, Episode, ReplayBuffer, SumTree, pack_episodes, sequence_kl, token_kl, unpack_episodes
+from buffer import ReplayBuffer, SumTree
+from drift import DriftEstimator, sequence_kl, token_kl
+from episode import Episode, pack_episodes, unpack_episodes
 
 
 def make(step=0, length=5, score=1.0, group=0, advantage=0.5, success=None, **fields):

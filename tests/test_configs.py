@@ -1,8 +1,8 @@
 """Every config: it parses, says what to expect, and holds only what differs from the defaults."""
 import pytest
 import yaml
-from conftest import ROOT
 
+from conftest import ROOT
 from settings import Args, parse_args
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

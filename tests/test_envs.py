@@ -9,13 +9,14 @@ from collections import deque
 import gymnasium
 import numpy as np
 import pytest
-from conftest import ROOT
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import sokoban
-from envs import ENVS, CliffWalking, FrozenLake, MissingData, load_env, make_env_factory, parse_answer
-from sokoban import (Room, Sokoban, cells_of, expand, mask_of, published_levels, push, read_level, reverse_play,
-                     room_content)
+from conftest import ROOT
+from envs import ENVS, FrozenLake, MissingData, load_env, make_env_factory, parse_answer
+from tasks import sokoban
+from tasks.cliffwalking import CliffWalking
+from tasks.sokoban import Room, Sokoban, cells_of, expand, mask_of, published_levels, push, read_level, reverse_play, room_content
 
 MOVES = ["Left", "Down", "Right", "Up"]
 GAMES = {"frozenlake": FrozenLake, "frozenlake-slippery": lambda **options: FrozenLake(slippery=True, **options),
@@ -246,7 +247,7 @@ def test_the_full_prompt_is_short_and_its_example_is_right(make):
 
 
 def test_the_tiny_prompts_use_known_words_only():
-    from models import tiny_tokenizer
+    from policies.tiny import tiny_tokenizer
     tokenizer = tiny_tokenizer()
     for make in GAMES.values():
         env = make(prompt="tiny")

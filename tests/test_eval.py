@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 
 import eval as eval_module
+from engines.hf import HFEngine
 from envs import FrozenLake
 from eval import averages, dispatch, evaluate, majority, outcome, pass_all_k, pass_at_k, seeds_of, summarise, wilson_interval
-from models import Chat, load_policy
-from rollout import HFEngine
+from models import load_policy
+from policies.chat import Chat
 from settings import Args
 
 

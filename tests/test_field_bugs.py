@@ -13,26 +13,31 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from test_chat import CHATML, STRIPS, chat_of
 from tokenizers import AddedToken, Tokenizer
 from tokenizers import models as tokenizer_models
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import maths
-import search_qa
 import train as train_module
-import vllm_engine
-from buffer import Episode, ProblemSampler, ReplayBuffer
+from buffer import ReplayBuffer
+from conftest import ROOT
+from engines import vllm as vllm_engine
+from engines.hf import HFEngine
 from envs import make_env_factory
+from episode import Episode
 from eval import evaluate
-from maths import Maths
-from models import Chat, load_policy, tiny_config, tiny_tokenizer, token_logprobs
-from rollout import Completion, HFEngine, collect
-from search_qa import SearchQA
+from judge import add_advantages
+from models import load_policy, token_logprobs
+from policies.chat import Chat
+from policies.tiny import tiny_config, tiny_tokenizer
+from problems import ProblemSampler
+from rollout import Completion, collect
 from settings import Args, parse_args
-from train import main, make_learner
-from update import add_advantages, gradients, step_inputs, update, value_targets
+from tasks import maths, search_qa
+from tasks.maths import Maths
+from tasks.search_qa import SearchQA
+from train import main
+from update import gradients, make_learner, step_inputs, update, value_targets
 
 PLAY = dict(max_turns=3, max_new_tokens=4, temperature=1.0, format_penalty=0.0, policy_step=0, iteration=1, context_length=512)
 
@@ -237,7 +242,7 @@ def test_a_vllm_server_gets_every_sampling_field_so_that_no_default_can_leak_in(
     server.generate([[1]], [0], [0], 4, 0.7)
     assert {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
             "frequency_penalty": 0.0, "logit_bias": None, "min_tokens": 0}.items() <= sent.items()
-    assert 'generation_config="vllm"' in (ROOT / "vllm_engine.py").read_text()
+    assert 'generation_config="vllm"' in (ROOT / "engines" / "vllm.py").read_text()
 
 
 def test_the_first_ratio_is_one_though_the_model_has_dropout(nano, tmp_path):
@@ -740,7 +745,7 @@ def test_a_special_token_that_the_model_writes_moves_no_mask():
 MAPS = """
 import json
 from envs import FrozenLake
-from sokoban import Sokoban
+from tasks.sokoban import Sokoban
 boards = []
 for task in (FrozenLake(), FrozenLake(random_start=True, size=5), Sokoban(), Sokoban(size=8, boxes=2)):
     for problem in task.problems("train", 3) + task.problems("heldout", 2):

@@ -18,17 +18,29 @@ from hypothesis import strategies as st
 from test_chat import CHATML, chat_of
 from test_field_bugs import PLAY, Scripted, Talk, episode, nano  # noqa: F401  (nano is a fixture)
 
-import maths
-import search_qa
 from buffer import PRIORITIES, ReplayBuffer
 from envs import make_env_factory, parse_answer
-from losses import (ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSSES, RATIO_CORRECTIONS, RATIO_LOSSES,
-                    compute_advantages, diagnostics, kl, policy_loss)
+from episode import episode_record
+from look.viewer import page, page_data
+from losses import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    ALGORITHMS,
+    CORRECTIONS,
+    KLS,
+    LOSSES,
+    RATIO_CORRECTIONS,
+    RATIO_LOSSES,
+    compute_advantages,
+    diagnostics,
+    kl,
+    policy_loss,
+)
 from rollout import collect
-from runs import episode_record, finite_or_none
+from runtime.files import finite_or_none
 from settings import ADVANTAGE_KINDS, Args, checked, parse_args
+from tasks import maths, search_qa
 from train import main
-from viewer import page, page_data
 
 
 def fuzz(quick: int, wide: int, phases=(Phase.generate, Phase.shrink), **inputs):

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from envs import make_env_factory
-from geometry import KINDS, LETTERS, Geometry, content, drawn, figure, generated, lettered, load
+from tasks.geometry import KINDS, LETTERS, Geometry, content, drawn, figure, generated, lettered, load
 
 
 def angle(at, a, b):

@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from conftest import train
 from transformers import LlamaForCausalLM
 
-from buffer import Episode
-from ledger import PHASES, Ledger, cost_ratio, matmul_parameters
-from models import tiny_config, tiny_tokenizer
+from conftest import train
+from episode import Episode
+from policies.tiny import tiny_config, tiny_tokenizer
+from runtime.ledger import PHASES, Ledger, cost_ratio, matmul_parameters
 
 
 def episode(prompt, turns, group):
@@ -107,10 +107,10 @@ def test_parameters_that_multiply():
 
 
 def test_what_episodes_begin_with_alike_is_computed_once(tiny_folder):
+    from judge import score, tokens_read
     from models import load_policy
     from settings import Args
-    from train import make_learner
-    from update import score, tokens_read
+    from update import make_learner
     policy, tokenizer = load_policy(tiny_folder)
     learner, rows = make_learner(Args(), policy), [episode(5, [(2, 3)], 0), episode(5, [(4, 0)], 0), episode(7, [(2, 0)], 1)]
     rows[2].tokens[:] = len(tokenizer) - 1

@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from conftest import tiny_lake, train
 
+from conftest import tiny_lake, train
+from engines.hf import HFEngine
 from envs import FrozenLake
 from eval import evaluate
-from models import Chat, load_policy
-from rollout import HFEngine
+from models import load_policy
+from policies.chat import Chat
 
 pytestmark = pytest.mark.slow
 PLAY = dict(max_turns=10, max_new_tokens=6, temperature=1.0, format_penalty=0.15, context_length=1024)

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import maths
 from envs import MissingData, make_env_factory
-from maths import Arithmetic, Maths, ReasoningGym, boxed, final_answer, gold_of, is_right, tagged, value
+from tasks import maths
+from tasks.maths import Arithmetic, Maths, ReasoningGym, boxed, final_answer, gold_of, is_right, tagged, value
 
 ROOT = Path(__file__).parent.parent
 HANGS = r"9^{9^{9^{9}}}"
@@ -505,7 +505,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch, package
 
 
 SAME_EVERYWHERE = """
-import maths
+from tasks import maths
 from envs import MissingData
 print(maths.Maths(data="math", levels="1-3").problems("train", 5), maths.Maths().problems("heldout", 5))
 print(maths.Arithmetic().problems("train", 5))
@@ -575,7 +575,7 @@ def test_the_scripted_player_is_right_as_often_as_its_skill_says(skill):
 
 
 def test_the_tiny_tokenizer_knows_every_token_of_arithmetic():
-    from models import tiny_tokenizer
+    from policies.tiny import tiny_tokenizer
     tokenizer = tiny_tokenizer(Arithmetic.tiny_words)
     tokens = tokenizer(Arithmetic(prompt="tiny").reset(1234, 0) + "<answer>46</answer>",
                        add_special_tokens=False)["input_ids"]

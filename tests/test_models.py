@@ -1,11 +1,14 @@
 import itertools
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from conftest import tiny_lake
-from models import Chat, blind_loss, collate, demonstrations, load_policy, micro_batches, tiny_tokenizer, token_logprobs
+from models import collate, load_policy, micro_batches, token_logprobs
+from policies.chat import Chat
+from policies.tiny import blind_loss, demonstrations, tiny_tokenizer
 
 
 def test_the_tokenizer_survives_saving(tmp_path):
@@ -144,7 +147,7 @@ def test_blind_loss_is_the_entropy_of_moves_given_the_position():
 
 
 def test_the_warm_start_is_made_once_and_found_again(tiny_folder, cache_dir):
-    from models import warm_started_tiny
+    from policies.tiny import warm_started_tiny
     before = (tiny_folder / "model.safetensors").stat().st_mtime_ns
     again = warm_started_tiny(tiny_lake(), cache_dir, seed=0, updates=12, skill=0.6, max_turns=10)
     assert again == tiny_folder and (again / "model.safetensors").stat().st_mtime_ns == before
@@ -154,7 +157,7 @@ def test_the_warm_start_is_made_once_and_found_again(tiny_folder, cache_dir):
 def test_a_broken_cache_folder_is_made_again(tiny_folder, tmp_path):
     import shutil
 
-    from models import warm_started_tiny
+    from policies.tiny import warm_started_tiny
     (tmp_path / tiny_folder.name).mkdir(parents=True)
     shutil.copy(tiny_folder / "config.json", tmp_path / tiny_folder.name)
     again = warm_started_tiny(tiny_lake(), tmp_path, seed=0, updates=12, skill=0.6, max_turns=10)

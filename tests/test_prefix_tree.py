@@ -6,16 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_update import OBJECTIVES, learner_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM, MistralConfig, OPTConfig, Qwen2Config
 
-import prefix_tree
+import models as prefix_tree
 from conftest import tiny_lake
-from models import Chat, load_policy, tiny_config, tiny_tokenizer, token_logprobs
-from rollout import HFEngine, collect
-from test_update import OBJECTIVES, learner_of
+from engines.hf import HFEngine
+from judge import batches_of, per_token, reference_score, score
+from models import load_policy, token_logprobs
+from policies.chat import Chat
+from policies.tiny import tiny_config, tiny_tokenizer
+from rollout import collect
 from settings import Args
-from train import make_learner
-from update import batches_of, gradients, per_token, reference_score, score
+from update import gradients, make_learner
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=8).filter(any))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer import ACTIVE, SOLVED, UNSOLVED, ProblemSampler
+from problems import ACTIVE, SOLVED, UNSOLVED, ProblemSampler
 
 MODES = ("uniform", "heap", "proportional", "band", "dots")
 

@@ -18,7 +18,6 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
-from conftest import ROOT, train
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,18 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import durable
-import fits
 import losses
-import ranks
-import samplers
-from buffer import Episode, ReplayBuffer, use_stats
+from buffer import ReplayBuffer, use_stats
+from conftest import ROOT, train
+from engines import engine_kind, samplers
+from engines.vllm import VLLMServer
+from episode import Episode
+from look import fits
 from models import layers_of, load_policy
-from rollout import engine_kind
+from runtime import files, ranks
 from settings import Args, parse_args
-from train import main, make_learner
-from update import gradients, update
-from vllm_engine import VLLMServer
+from train import main
+from update import gradients, make_learner, update
 
 FSDP = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
 
@@ -427,13 +426,14 @@ SPLIT = """
 import sys
 import numpy as np, torch
 import torch.distributed as dist
-import ranks
+from runtime import ranks
 from models import load_policy
 from settings import Args
 from test_ranks import make_episode
-from train import make_learner
+from update import make_learner
 from update import update
-from watch import NotFinite, require_finite
+from runtime.files import NotFinite
+from runtime.watch import require_finite
 
 for lora_rank in (0, 4):
     learner = make_learner(Args(algo="ppo", dtype="bfloat16", lora_rank=lora_rank), load_policy(sys.argv[1], torch.bfloat16)[0])
@@ -491,7 +491,7 @@ SLOWER = """
 import sys
 import time
 
-import ranks
+from runtime import ranks
 
 ranks.start()
 time.sleep(2 * (ranks.rank() == 0))
@@ -511,12 +511,12 @@ def test_the_launcher_ends_none_that_is_slower_to_end(tmp_path, code):
 ALONE = """
 import os
 
-import durable
-import ranks
+from runtime import checkpoints, files
+from runtime import ranks
 from envs import FrozenLake
 
 if os.environ["RANK"] == "1":
-    ranks.sum_gradients = lambda *_: durable.fail("what only this one has")
+    ranks.sum_gradients = lambda *_: files.fail("what only this one has")
 """
 
 
@@ -548,7 +548,7 @@ def test_a_signal_to_all_processes_leaves_a_whole_checkpoint_that_goes_on(tmp_pa
     told, done = run.ended(), metrics_of(run.run)[-1]["iteration"]
     assert told.count("SIGTERM: the run ends after this iteration") == 2
     assert f"ended after iteration {done} of 500, with a checkpoint" in told
-    state = json.loads((durable.checkpoints(run.run)[-1] / "state.json").read_text())
+    state = json.loads((files.checkpoints(run.run)[-1] / "state.json").read_text())
     assert state["iteration"] == done
     torchrun("--resume", run.run, "--iterations", done + 1)
     assert [row["iteration"] for row in metrics_of(run.run)] == list(range(1, done + 2))

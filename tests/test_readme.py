@@ -5,9 +5,9 @@ from dataclasses import fields
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from conftest import ROOT
 from torch.distributed.run import get_args_parser
 
+from conftest import ROOT
 from envs import make_env_factory
 from settings import Args, parse_args
 

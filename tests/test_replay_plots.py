@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import replay_plots
-from replay_plots import age_edges_of, drift, edges_of, grouped, heat, is_whole, main, read_lines, series
+from look import replay as replay_plots
+from look.replay import age_edges_of, drift, edges_of, grouped, heat, is_whole, main, read_lines, series
 
 
 def a_line(iteration, ages=(0, 3, 6), tau=30.0, alpha=0.6, drawn=((0, 3, 6), (0.1, 0.2, 0.3))):

@@ -17,19 +17,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT
-
-import durable
-import eval as eval_module
-import runs
-import samplers
-import train as train_module
-import update as update_module
-import watch
 from safetensors.torch import load_file
 
+import eval as eval_module
+import train as train_module
+import update as update_module
 from benchmarks.bench_faults import KINDS, SETUPS, differences, killed_run
+from conftest import ROOT
+from engines import samplers
 from envs import MissingData
+from runtime import checkpoints, files, watch
+from runtime import log as runs
 from settings import Args, parse_args
 
 NOISY = '''"""FrozenLake whose first message depends on the global generators, as a careless task's would."""
@@ -79,7 +77,7 @@ def whole(tmp_path_factory, flags):
     """Six iterations that nothing disturbed; checkpoints after 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("runs")
     start(folder, "whole", flags, "--iterations", 6)
-    assert len(durable.checkpoints(folder / "whole")) == 3
+    assert len(files.checkpoints(folder / "whole")) == 3
     return folder / "whole"
 
 
@@ -87,7 +85,7 @@ def without_last(whole, folder, checkpoints=1, name="whole"):
     """A copy as if it had been killed after its last but one checkpoint, in the middle of a line."""
     run = folder / name
     shutil.copytree(whole, run)
-    for checkpoint in durable.checkpoints(run)[-checkpoints:]:
+    for checkpoint in files.checkpoints(run)[-checkpoints:]:
         shutil.rmtree(checkpoint)
     (run / "summary.json").unlink()
     for log in ("metrics.jsonl", "episodes.jsonl", "replay.jsonl"):
@@ -124,14 +122,14 @@ def damaged(folder, how):
                                         ("no manifest", "missing"), ("half a state", "cannot be read")])
 def test_damage_is_seen_and_named(whole, tmp_path, how, words):
     folder = tmp_path / "step_1"
-    shutil.copytree(durable.checkpoints(whole)[-1], folder)
-    assert durable.damage(folder) is None
+    shutil.copytree(files.checkpoints(whole)[-1], folder)
+    assert files.damage(folder) is None
     name = damaged(folder, how)
-    assert name in durable.damage(folder) and words in durable.damage(folder)
+    assert name in files.damage(folder) and words in files.damage(folder)
 
 
 def test_every_flipped_byte_of_a_small_checkpoint_is_seen(tmp_path):
-    with durable.whole_folder(tmp_path / "step_1") as folder:
+    with files.whole_folder(tmp_path / "step_1") as folder:
         (folder / "state.json").write_text('{"format": 2}')
         (folder / "weights").write_bytes(b"abc")
     for path in (tmp_path / "step_1").iterdir():
@@ -145,14 +143,14 @@ def test_every_flipped_byte_of_a_small_checkpoint_is_seen(tmp_path):
                     same = json.loads(changed) == json.loads(content) and path.name == "manifest.json"
                 except ValueError:
                     same = False
-                assert durable.damage(tmp_path / "step_1") or same, (path.name, place)  # white space of the manifest may differ
+                assert files.damage(tmp_path / "step_1") or same, (path.name, place)  # white space of the manifest may differ
         path.write_bytes(content)
-    assert durable.damage(tmp_path / "step_1") is None
+    assert files.damage(tmp_path / "step_1") is None
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_leads_to_the_same_end(whole, tmp_path, capsys):
     run = without_last(whole, tmp_path)
-    broken = durable.checkpoints(run)[-1]
+    broken = files.checkpoints(run)[-1]
     name = damaged(broken, "flipped")
     resume(run, "--keep-checkpoints", 1)
     message = capsys.readouterr()
@@ -164,7 +162,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_leads_to_the_same_e
 
 def test_only_damaged_checkpoints_are_an_error_that_says_what_to_do(whole, tmp_path, capsys):
     run = without_last(whole, tmp_path)
-    for folder in durable.checkpoints(run):
+    for folder in files.checkpoints(run):
         damaged(folder, "truncated")
     assert refused(resume, run) == 2
     assert f"delete {run / 'checkpoints'}" in capsys.readouterr().err
@@ -173,24 +171,24 @@ def test_only_damaged_checkpoints_are_an_error_that_says_what_to_do(whole, tmp_p
 def test_what_a_kill_leaves_in_the_folder_is_put_right(tmp_path):
     for name in (".step_4.old", ".step_6.old", "step_6", ".step_8.tmp", ".step_2.gone"):
         (tmp_path / name).mkdir()
-    durable.recover(tmp_path)
+    files.recover(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
 
 
 def test_a_folder_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
-    with durable.whole_folder(tmp_path / "step_1") as folder:
+    with files.whole_folder(tmp_path / "step_1") as folder:
         (folder / "state.json").write_text('{"format": 2}')
     with pytest.raises(ValueError):
-        with durable.whole_folder(tmp_path / "step_1") as folder:
+        with files.whole_folder(tmp_path / "step_1") as folder:
             (folder / "state.json").write_text("half")
             raise ValueError("no")
-    assert durable.damage(tmp_path / "step_1") is None and [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert files.damage(tmp_path / "step_1") is None and [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
 @pytest.mark.parametrize("limit, words", [(3_000_000, "step_"), (20_000, "whole: ")])  # bytes a file may have: weights, then logs
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, tmp_path, capsys, limit, words):
     run = without_last(whole, tmp_path)
-    last = durable.checkpoints(run)[-1]
+    last = files.checkpoints(run)[-1]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -199,7 +197,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, tmp_path
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capsys.readouterr().err
     assert "cannot write" in message and words in message and f"{last} is complete" in message and "--resume" in message
-    assert durable.checkpoints(run)[-1] == last and durable.damage(last) is None
+    assert files.checkpoints(run)[-1] == last and files.damage(last) is None
     assert not list((run / "checkpoints").glob(".*"))
     resume(run)
     assert not differences(whole, run)
@@ -236,7 +234,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_gets_its_summary(whole,
 def test_old_weights_that_are_sampled_from_survive(tmp_path, flags):
     start(tmp_path, "whole", flags, "--iterations", 4, "--sync-every", 8)
     run = without_last(tmp_path / "whole", tmp_path, name="parts")
-    assert (durable.checkpoints(run)[-1] / "sampled.safetensors").exists()
+    assert (files.checkpoints(run)[-1] / "sampled.safetensors").exists()
     resume(run)
     assert not differences(tmp_path / "whole", run)
 
@@ -245,8 +243,8 @@ def test_float32_masters_of_bfloat16_weights_survive(tmp_path, flags):
     """At 1e-6 two steps change next to no weight in bfloat16, and what a resumed run lost would be the whole of them."""
     start(tmp_path, "whole", flags, "--iterations", 4, "--dtype", "bfloat16", "--algo", "ppo", "--lr", 1e-6, "--critic-lr", 1e-6)
     run = without_last(tmp_path / "whole", tmp_path, name="parts")
-    saved = load_file(durable.checkpoints(run)[-1] / "policy_optimizer.safetensors")
-    weights = load_file(durable.checkpoints(run)[-1] / "model.safetensors").values()
+    saved = load_file(files.checkpoints(run)[-1] / "policy_optimizer.safetensors")
+    weights = load_file(files.checkpoints(run)[-1] / "model.safetensors").values()
     assert sum(".master" in name for name in saved) == len(weights) > 0
     resume(run)
     assert not differences(tmp_path / "whole", run)
@@ -259,19 +257,19 @@ def test_differences_are_seen(whole, tmp_path, flags):
     assert {"metrics.jsonl", "model.safetensors", "policy_optimizer.safetensors", "arrays of buffer"} <= set(found)
     run = tmp_path / "whole"
     shutil.copytree(whole, run)
-    path = durable.checkpoints(run)[-1] / "random" / "state.json"
+    path = files.checkpoints(run)[-1] / "random" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"python_gauss": 1.0}))
     assert differences(whole, run) == ["random/state.json"]
 
 
 def test_the_global_generators_go_on_where_they_were(tmp_path):
-    generators = durable.GlobalRandomness(3)
+    generators = checkpoints.GlobalRandomness(3)
     draw = lambda: (random.random(), random.gauss(0, 1), np.random.normal(), torch.rand(2).tolist())  # noqa: E731
     draw()
     generators.save(tmp_path / "random")
     expected = draw()
-    durable.GlobalRandomness(4)
-    durable.GlobalRandomness.load(tmp_path / "random")
+    checkpoints.GlobalRandomness(4)
+    checkpoints.GlobalRandomness.load(tmp_path / "random")
     assert draw() == expected
 
 
@@ -300,7 +298,7 @@ def test_a_stop_signal_ends_the_run_with_a_checkpoint_of_the_iteration(whole, tm
     told = capfd.readouterr().err
     assert f"{number.name}: the run ends after this iteration" in told and "ended after iteration 3 of 6" in told
     assert f"--resume {run}" in told
-    assert json.loads((durable.checkpoints(run)[-1] / "state.json").read_text())["iteration"] == 3
+    assert json.loads((files.checkpoints(run)[-1] / "state.json").read_text())["iteration"] == 3
     monkeypatch.undo()
     resume(run)
     assert not differences(whole, run)
@@ -335,14 +333,14 @@ def test_an_adapter_does_not_need_the_cache_that_it_began_from(tmp_path, quick_f
     cache = tmp_path / "cache"
     start(tmp_path, "whole", flags, *more)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(durable.checkpoints(tmp_path / "parts")[-1])
+    shutil.rmtree(files.checkpoints(tmp_path / "parts")[-1])
     resume(tmp_path / "parts", "--cache-dir", cache)
     assert not cache.exists() and not [
         name for name in differences(tmp_path / "whole", tmp_path / "parts") if name not in ("state.json", "adapter_config.json")]
     from peft import AutoPeftModelForCausalLM
 
     from models import load_policy
-    last = durable.checkpoints(tmp_path / "parts")[-1]
+    last = files.checkpoints(tmp_path / "parts")[-1]
     AutoPeftModelForCausalLM.from_pretrained(last)  # peft itself finds the base, while the folder is where it was
     moved = tmp_path / "moved"
     shutil.move(last, moved)
@@ -363,18 +361,18 @@ def test_logs_without_checkpoints_are_not_erased(tmp_path, quick_flags, capsys):
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(tmp_path, monkeypatch, capsys):
     def save(step):
-        with durable.whole_folder(tmp_path / "checkpoints" / f"step_{step}") as folder:
+        with files.whole_folder(tmp_path / "checkpoints" / f"step_{step}") as folder:
             (folder / "state.json").write_text('{"format": 2}')
     save(1)
-    real = durable.digest
+    real = files.digest
 
     def digest(path):
         if (tmp_path / "checkpoints" / "step_1").exists():  # the trainer drops it meanwhile and saves another
             shutil.rmtree(tmp_path / "checkpoints" / "step_1")
             save(3)
         return real(path) if path.exists() else ""
-    monkeypatch.setattr(durable, "digest", digest)
-    assert durable.last_checkpoint(tmp_path).name == "step_3" and "damaged" not in capsys.readouterr().err
+    monkeypatch.setattr(files, "digest", digest)
+    assert files.last_checkpoint(tmp_path).name == "step_3" and "damaged" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------- changes
@@ -398,9 +396,9 @@ def test_a_setting_changed_in_the_config_is_named_and_refused_or_allowed(whole, 
 
 def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
     run = without_last(whole, tmp_path)
-    real = durable.digest
-    monkeypatch.setattr(durable, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
-    monkeypatch.setattr(durable, "transformers", types.SimpleNamespace(__version__="9.9"))
+    real = files.digest
+    monkeypatch.setattr(files, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
+    monkeypatch.setattr(checkpoints, "transformers", types.SimpleNamespace(__version__="9.9"))
     resume(run)
     message = capsys.readouterr().err
     assert "warning: changed since the checkpoint was written: noisy.py, transformers " in message and "-> 9.9, update.py." in message
@@ -408,7 +406,7 @@ def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
 
 def test_checkpoints_of_older_code_load_and_those_of_newer_code_are_refused(whole, tmp_path, capsys):
     run = without_last(whole, tmp_path)
-    for folder in durable.checkpoints(run):
+    for folder in files.checkpoints(run):
         state = json.loads((folder / "state.json").read_text())
         shutil.rmtree(folder / "random")
         for name in ("manifest.json", "watch.json", "watch.npz"):
@@ -418,8 +416,8 @@ def test_checkpoints_of_older_code_load_and_those_of_newer_code_are_refused(whol
     resume(run)
     assert "older than the state of 'random', which begins anew" in capsys.readouterr().out
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
-    folder = durable.checkpoints(run)[-1]
-    with durable.whole_folder(run / "checkpoints" / "step_99999") as newer:
+    folder = files.checkpoints(run)[-1]
+    with files.whole_folder(run / "checkpoints" / "step_99999") as newer:
         (newer / "state.json").write_text(json.dumps(json.loads((folder / "state.json").read_text()) | {"format": 99}))
     assert refused(resume, run) == 2 and "format 99" in capsys.readouterr().err
 
@@ -437,13 +435,13 @@ def test_a_key_that_this_code_does_not_know_says_where_it_comes_from(whole, tmp_
 
 def test_a_folder_belongs_to_one_process(whole, tmp_path, flags, capsys):
     run = without_last(whole, tmp_path)
-    lock = durable.claim(run)
+    lock = files.claim(run)
     assert refused(resume, run) == 2
     message = capsys.readouterr().err
     assert f"{run} is being trained by process {os.getpid()} on" in message
     assert refused(start, tmp_path, "whole", flags) == 2 and "is being trained by" in capsys.readouterr().err
     lock.close()
-    assert durable.holder(run) is None
+    assert files.holder(run) is None
     assert refused(start, tmp_path, "whole", flags) == 2 and f"exists already: choose another --name, or go on with --resume {run}" in \
         capsys.readouterr().err
     (tmp_path / "mine").mkdir()
@@ -454,10 +452,10 @@ def test_a_folder_belongs_to_one_process(whole, tmp_path, flags, capsys):
 def test_a_look_at_who_trains_does_not_keep_a_run_from_its_folder(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "lock").write_text("")
-    looks = threading.Thread(target=lambda: [durable.holder(tmp_path / "x") for _ in range(20_000)])
+    looks = threading.Thread(target=lambda: [files.holder(tmp_path / "x") for _ in range(20_000)])
     looks.start()
     while looks.is_alive():
-        durable.claim(tmp_path / "x").close()
+        files.claim(tmp_path / "x").close()
     looks.join()
 
 
@@ -466,22 +464,22 @@ def test_a_full_disk_at_the_first_weights_for_samplers_is_told_and_the_name_is_f
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(SystemExit) as stop, durable.told_plainly(tmp_path):
+        with pytest.raises(SystemExit) as stop, files.told_plainly(tmp_path):
             samplers.write_weights({"weight": torch.zeros(1000)}, tmp_path / ".sampler_weights" / "x.safetensors", 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and f"cannot write {tmp_path}: File too large" in message and message.endswith("then start again\n")
-    assert durable.taken(tmp_path) is None
+    assert files.taken(tmp_path) is None
 
 
 def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
-    durable.claim(tmp_path / "x").close()
+    files.claim(tmp_path / "x").close()
     (tmp_path / "x" / ".config.yaml.tmp").write_text("half of th")
     (tmp_path / "x" / ".sampler_weights").mkdir()
-    assert durable.taken(tmp_path / "x") is None
-    assert "being trained" in durable.taken(tmp_path / "x") if (lock := durable.claim(tmp_path / "x")) else None
-    assert durable.taken(tmp_path / "x", mine=True) is None
+    assert files.taken(tmp_path / "x") is None
+    assert "being trained" in files.taken(tmp_path / "x") if (lock := files.claim(tmp_path / "x")) else None
+    assert files.taken(tmp_path / "x", mine=True) is None
     lock.close()
 
 

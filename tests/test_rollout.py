@@ -9,9 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, MistralConfig
 
 from conftest import tiny_lake
+from engines.hf import HFEngine
 from envs import FrozenLake
-from models import Chat, collate, load_policy, token_logprobs
-from rollout import HFEngine, collect
+from models import collate, load_policy, token_logprobs
+from policies.chat import Chat
+from rollout import collect
 
 PLAY = dict(max_turns=6, max_new_tokens=6, temperature=1.3, format_penalty=0.15, policy_step=4, iteration=2, context_length=1024)
 
@@ -153,9 +155,9 @@ def test_a_sync_forgets_what_was_computed_with_the_old_weights(tiny_folder):
 
 
 def test_an_environment_that_raises_costs_one_episode(policy):
+    from judge import add_advantages
     from settings import Args
-    from train import make_learner
-    from update import add_advantages
+    from update import make_learner
 
     class Broken(FrozenLake):
         made = 0

@@ -13,20 +13,22 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file, save_file
 
-from buffer import ProblemSampler
-from envs import MissingData
-from ledger import Ledger
-from models import Chat, load_policy
-from rollout import Completion, HFEngine
-from runs import Clock
-from samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name, why_not_started
-import samplers as samplers_module
 import train as train_module
+from conftest import ROOT, tiny_lake, train
+from engines import samplers as samplers_module
+from engines.hf import HFEngine
+from engines.samplers import Batch, Direct, Follower, Job, Samplers, Stopped, joined, publish, take, weights_name, why_not_started
+from envs import MissingData
+from models import load_policy
+from policies.chat import Chat
+from problems import ProblemSampler
+from rollout import Completion
+from runtime.ledger import Ledger
+from runtime.log import Clock
+from runtime.watch import Watch
 from settings import Args, parse_args
-from watch import Watch
 
 FROM_BUFFER = ["--replay", "uniform", "--fresh-update", "False", "--replay-batch-size", 12, "--capacity", 40]
 

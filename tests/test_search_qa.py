@@ -17,20 +17,38 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from conftest import ROOT
 
 pytest.importorskip("bm25s")
 pytest.importorskip("Stemmer")
 pytest.importorskip("pyarrow")
 
 import rollout
-import search_qa
 from envs import MissingData
-from search_qa import (PACKAGED, PROMPTS, BM25Retriever, RetrieverError, SearchQA, cached, f1_score, holds_answer,
-                       make_search, neutral, normalize, parse_turn, question_of, read_corpus, read_questions,
-                       read_squad, read_table, terms)
+from tasks import search_qa
+from tasks.search_qa import (
+    PACKAGED,
+    PROMPTS,
+    BM25Retriever,
+    RetrieverError,
+    SearchQA,
+    cached,
+    f1_score,
+    holds_answer,
+    make_search,
+    neutral,
+    normalize,
+    parse_turn,
+    question_of,
+    read_corpus,
+    read_questions,
+    read_squad,
+    read_table,
+    terms,
+)
 
 
 @pytest.fixture(scope="session")
@@ -439,7 +457,7 @@ def test_the_larger_corpus(index_dir):
 CHILD = """
 import json, sys
 import numpy as np
-import search_qa
+from tasks import search_qa
 cached = search_qa.cached
 search_qa.cached = lambda path, build, *args: cached(path, lambda: print("BUILT", file=sys.stderr) or build(*args))
 env = search_qa.SearchQA(**json.loads(sys.argv[1]))

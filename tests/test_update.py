@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from conftest import tiny_lake
+from engines.hf import HFEngine
+from judge import add_advantages, padded, per_token, score, td_errors, token_rewards
 from losses import gae
-from models import Chat, load_policy
-from rollout import HFEngine, collect
+from models import load_policy
+from policies.chat import Chat
+from rollout import collect
 from settings import Args
-from train import make_learner
-from update import (MasterAdamW, add_advantages, gradients, objective_of, padded, per_token, replay_advantages, score, td_errors,
-                    token_rewards, update, value_targets)
+from update import MasterAdamW, gradients, make_learner, objective_of, replay_advantages, update, value_targets
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_lora_trains_adapters_only_and_its_reference_is_the_frozen_base(tiny_fol
     changed = {name for name, value in learner.policy.named_parameters() if not torch.equal(value, before[name])}
     assert changed and all("lora_" in name for name in changed)
     assert metrics["kl_reference"] > 1e-5
-    from update import reference_score
+    from judge import reference_score
     assert torch.allclose(reference_score(learner, episodes), start, atol=1e-5)
     assert not torch.allclose(score(learner.policy, episodes, learner), start, atol=1e-3)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from viewer import checked, chosen, image_uri, main, page, page_data
+from look.viewer import checked, chosen, image_uri, main, page, page_data
 
 ATTACKS = ["</script><script>alert(1)</script>", "<!--<script>", "</script x", "<!--<script ", "<img src=x onerror=alert(1)>",
            "a\u2028b\u2029c", "{{POLICY}}", "{{DATA}}", "\u202e\u2066gnp.evil\u2069", "\ud800 alone", "\x00\x1b[31m", "&lt;b&gt;",

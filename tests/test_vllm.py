@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 import requests
 import torch
-from conftest import ROOT, train
 from peft import LoraConfig, get_peft_model
 from test_ranks import torchrun
 
-import vllm_engine
-from models import Chat, load_policy, token_logprobs
+from conftest import ROOT, train
+from engines import vllm as vllm_engine
+from engines.vllm import VLLMEngine, VLLMServer, plain_weights, request_seed
+from models import load_policy, token_logprobs
+from policies.chat import Chat
 from rollout import Completion
-from vllm_engine import VLLMEngine, VLLMServer, plain_weights, request_seed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(importlib.util.find_spec("vllm") is None,
                                                    reason="vLLM is not installed here: make test-vllm")]
@@ -54,7 +55,7 @@ def engine(request, tiny_folder, tmp_path_factory):
         source = tiny_folder
     else:
         from envs import MissingData
-        from smollm2 import smollm2_folder
+        from policies.smollm2 import smollm2_folder
         try:
             source = smollm2_folder(os.environ.get("FRESHREPLAY_TEST_CACHE") or tmp_path_factory.mktemp("smollm2"))
         except MissingData as missing:

@@ -10,19 +10,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_buffer import make
 from transformers import Idefics3ForConditionalGeneration
 
-import viewer
 from buffer import ReplayBuffer
+from engines import make_engine
+from engines.hf import HFEngine
 from envs import FrozenLake
-from models import (Chat, banned_tokens, collate, demonstrations, load_policy, pixel_inputs, row_logprobs, tiny_processor,
-                    tiny_vlm_config, token_logprobs, warm_started_tiny)
-from rollout import HFEngine, collect, make_engine
-from sokoban import Sokoban
-from test_buffer import make
+from judge import add_advantages, score
+from look import viewer
+from models import banned_tokens, collate, load_policy, pixel_inputs, token_logprobs
+from policies.chat import Chat
+from policies.tiny import demonstrations, row_logprobs, tiny_processor, tiny_vlm_config, warm_started_tiny
+from rollout import collect
 from settings import Args, parse_args
-from train import main, make_learner
-from update import add_advantages, gradients, score
+from tasks.sokoban import Sokoban
+from train import main
+from update import gradients, make_learner
 
 lake = functools.partial(FrozenLake, prompt="tiny", view="image", cell_pixels=16)
 PLAY = dict(max_turns=6, max_new_tokens=12, temperature=1.3, format_penalty=0.15, policy_step=4, iteration=2, context_length=1024)
@@ -324,7 +328,7 @@ def test_the_warm_start_imitates_with_pictures(policy):
 def test_vllm_sees_the_same_images(folder):
     """Episodes of several images: vLLM's log-probs are the trainer's, before and after updates of the eyes and of every weight.
     huggingface/trl#7198, verl#6523, vllm#44910: what the old weights saw stays in vLLM's encoder cache."""
-    from vllm_engine import VLLMEngine
+    from engines.vllm import VLLMEngine
     model, processor = load_policy(folder)
     policy = model, Chat(processor)
     with torch.no_grad():  # a model that wants to say <image>

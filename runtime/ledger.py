@@ -5,7 +5,7 @@ What is counted is logged as cost/..., what comes of the clock as time/...: all 
 """
 import numpy as np
 
-import ranks
+from runtime import ranks
 
 SCORED = ("reference", "proximal", "values", "probe")  # why log-probs or values of tokens were computed again
 PHASES = ("sample", "fresh", "replay", "probe", "eval", "save")  # of an iteration, see runs.Clock; save: of the one before it

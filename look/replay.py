@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Annotated
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import MaxNLocator
 
-from buffer import DriftEstimator
-from viewer import fail, parsed
+from drift import DriftEstimator
+from look.viewer import fail, parsed
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
-from matplotlib.colors import LogNorm  # noqa: E402
-from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito's: apart for every colour vision
 BUFFER, DRAWN = ("age", "count", "priority", "mass"), ("age", "weight", "ratio", "clip_fraction", "kl", "signal")

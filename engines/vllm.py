@@ -20,10 +20,10 @@ import urllib3
 from PIL import Image
 from safetensors.torch import save_file
 
-import ranks
 from models import banned_tokens, pixel_inputs, token_logprobs
 from rollout import Completion
-from watch import NotFinite
+from runtime import ranks
+from runtime.files import NotFinite
 
 CONNECTIONS = 64  # requests to a server side by side
 MAX_ANSWER_BYTES = 2**24

@@ -20,15 +20,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from runtime.files import fail
+
 NUMBERS = ("problem_id", "group_id", "policy_step", "age", "weight", "reward", "score")
 PER_TOKEN = ("action_mask", "advantages", "behavior_logprobs", "log_ratios")
 IMAGE_TYPES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}  # by their first bytes, whatever the name says
-
-
-def fail(message: str):
-    """As `durable.fail`, which imports torch: a page can be made where there is none."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def parsed(line: bytes) -> dict:

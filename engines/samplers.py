@@ -27,11 +27,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from durable import fail
+from engines import make_engine
+from engines.hf import HFEngine
+from engines.vllm import plain_weights
 from envs import make_env_factory
-from models import Chat, load_policy
-from rollout import HFEngine, collect, make_engine
-from vllm_engine import plain_weights
+from models import load_policy
+from policies.chat import Chat
+from rollout import collect
+from runtime.files import fail
 
 CLOSE_SECONDS = 10  # for a sampler to end before it is killed
 LOOK_SECONDS = 1  # between looks for samplers that died without ending their pipe

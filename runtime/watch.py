@@ -5,6 +5,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from runtime.files import NotFinite
+
 # ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
 SPIKE = 30.0  # times the median gradient norm of the same kind of update
 SPIKE_HISTORY = 50  # updates that the median is taken over, and at least a fifth of them
@@ -13,10 +15,6 @@ RATIO_KL = 2.0  # nats a token between the sampling and the current policy
 RATIO_ESS = 0.02  # effective sample size as a share of the tokens
 CUT = 0.9  # share of answers that hit --max-new-tokens
 TOO_OLD, TOO_OLD_HISTORY = 0.5, 6  # share of the episodes of so many iterations that are dropped by --max-staleness
-
-
-class NotFinite(ValueError):
-    """A NaN or an infinity where the run cannot go on; the message says where it starts."""
 
 
 # --------------------------------------------------------------------------------------------------- where it starts

@@ -1,10 +1,8 @@
 """The run folder: what is written while a run goes on, checkpoints, and the line or bar on the screen."""
 import contextlib
-import hashlib
 import json
 import math
 import os
-import re
 import resource
 import secrets
 import signal
@@ -17,142 +15,16 @@ from pathlib import Path
 import numpy as np
 import requests
 import yaml
-from PIL import Image
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from safetensors.torch import load_file, save_file
 
-import ranks
-from durable import FORMAT, checkpoints, remove, sync, temporary_of, whole_folder, write_whole
-from models import load_policy
+from episode import with_files
+from runtime import ranks
+from runtime.files import finite_or_none, write_whole
 
 LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
-
-
-def read_yaml(path: Path, loader=yaml.SafeLoader):
-    """The content of a YAML file, at most 64 kB, without aliases and deep nesting: a few lines of those can mean gigabytes.
-    OSError, UnicodeDecodeError or yaml.YAMLError where it cannot be read."""
-    with open(path, encoding="utf-8") as file:
-        text, depth = file.read(2**16 + 1), 0
-    if len(text) > 2**16:
-        raise yaml.YAMLError("a config has at most 65,536 characters")
-    for event in yaml.parse(text):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > 8:
-            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: a config has no aliases (*name) and no deep nesting")
-    return yaml.load(text, loader)
-
-
-def finite_or_none(value):
-    """JSON has no NaN, no infinity and no NumPy numbers."""
-    if isinstance(value, dict):
-        return {key: finite_or_none(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_or_none(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# ------------------------------------------------------------------------------------------------------ checkpoints
-
-
-def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
-                    more: dict[str, dict] = {}):
-    """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
-    name) and the counters of `state`; written whole, with checksums. Older ones than the newest `keep` go, last of all.
-    `base`: files of the policy at the start, where it is needed to go on and might not be found then; `more`: other tensors by
-    the name of their file."""
-    folder = run / "checkpoints" / f"step_{state['step']}"
-    for name in LOGS:
-        if ranks.first() and (run / name).exists():
-            sync(run / name)  # a checkpoint never has more than the logs
-    with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
-        ranks.barrier()  # now the folder is there
-        for name, memory in memories.items():
-            if hasattr(memory, "save"):
-                memory.save(temporary / shard_name(name, ranks.rank()))
-        weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
-        others = {f"{name}_optimizer": ranks.on_first({
-            f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
-            for name, optimizer in learner.optimizers().items()}
-        if learner.critic is not None:
-            others["critic"] = ranks.on_first(learner.critic.state_dict())
-        ranks.barrier()
-        if ranks.first():
-            learner.policy.save_pretrained(temporary, **weights)
-            processor.save_pretrained(temporary)
-            for name, tensors in (others | more).items():
-                save_file(tensors, temporary / f"{name}.safetensors")
-            save_states(temporary, memories, state | {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args)})
-            save_base(temporary, base, (folder / "base").resolve())
-    if ranks.first():
-        for old in checkpoints(run)[:-keep]:
-            remove(old)
-    ranks.barrier()
-
-
-def save_states(folder: Path, memories: dict, state: dict):
-    """What the ranks have alike and is no tensor."""
-    for name, memory in memories.items():
-        if not hasattr(memory, "save"):
-            values = memory.state_dict()
-            arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
-            np.savez(folder / f"{name}.npz", **arrays)
-            (folder / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
-    (folder / "state.json").write_text(json.dumps(state | {"format": FORMAT}, indent=1))
-
-
-def save_base(folder: Path, files: dict[str, bytes], place: Path):
-    """The policy at the start as base/; `place` is where that will be, and an adapter names it, so that peft finds it."""
-    for name, content in files.items():
-        (folder / "base").mkdir(exist_ok=True)
-        (folder / "base" / name).write_bytes(content)
-    adapter = folder / "adapter_config.json"
-    if files and adapter.exists():
-        adapter.write_text(json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(place)}, indent=2))
-
-
-def shard_name(name: str, rank: int) -> str:
-    return f"{name}.{rank}" if rank else name
-
-
-def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
-    """Fills policy, critic, optimisers and memories from `save_checkpoint`'s folder; returns the counters."""
-    if learner.args.lora_rank:
-        ranks.fill(learner.policy, {re.sub(r"(lora_[AB])\.", r"\1.default.", name): tensor for name, tensor
-                                    in load_file(folder / "adapter_model.safetensors").items()})
-    else:
-        ranks.fill(learner.policy, load_policy(folder, learner.policy.dtype, learner.args.trust_remote_code)[0].state_dict())
-    if learner.critic is not None:
-        ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
-    state = json.loads((folder / "state.json").read_text())
-    for name, optimizer in learner.optimizers().items():
-        moments = {}
-        for key, value in load_file(folder / f"{name}_optimizer.safetensors").items():
-            index, moment = key.split(".", 1)
-            parameter = optimizer.param_groups[0]["params"][int(index)]
-            moments.setdefault(int(index), {})[moment] = ranks.like(value, parameter) if value.ndim else value
-        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    learner.schedule.last_epoch = state.pop("schedule")
-    learner.schedule._last_lr = learner.schedule.get_lr()
-    for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
-        group["lr"] = lr
-    for name, memory in memories.items():
-        if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
-            print(f"note: {folder} is older than the state of {name!r}, which begins anew")
-        elif hasattr(memory, "save"):
-            shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
-            if len(shards) == ranks.world():
-                memory.load_state_dict(type(memory).load(folder / shards[ranks.rank()]).state_dict())
-            else:
-                memory.take_share([type(memory).load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
-        else:
-            with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
-                memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
-    return {key: value for key, value in state.items() if key not in ("format", "args")}
 
 
 class Interrupt:
@@ -223,41 +95,6 @@ def cut(path: Path, done: int):
     with open(path, errors="replace") as lines, open(temporary, "w") as kept:
         kept.writelines(line for line in lines if line.endswith("\n") and written_by(line, done))
     os.replace(temporary, path)
-
-
-def rounded(values) -> list[float]:
-    return [round(float(value), 5) for value in values]
-
-
-def episode_record(chat, iteration: int, episode, transcript=None, age=0, weight=1.0, log_ratios=None, kind="fresh") -> dict:
-    """A line of episodes.jsonl: the transcript (a replayed episode's is read from its tokens) and what each token got."""
-    if transcript is None:
-        edges = np.flatnonzero(np.diff(episode.action_mask.astype(int))) + 1
-        transcript = [{"role": "user" if place % 2 == 0 else "assistant", "content": chat.text(part.tolist())}
-                      for place, part in enumerate(np.split(episode.tokens, edges))]
-        for turn, image in zip(transcript[::2], episode.images or ()):
-            turn["image"] = image
-    return {"iteration": iteration, "kind": kind, "problem_id": episode.problem_id, "group_id": episode.group_id,
-            "policy_step": episode.policy_step, "age": int(age), "weight": float(weight), "reward": episode.reward,
-            "score": episode.score, "info": episode.info, "transcript": transcript,
-            "pieces": [chat.tokenizer.decode([token]) for token in episode.tokens.tolist()],
-            "action_mask": episode.action_mask.astype(int).tolist(), "advantages": rounded(episode.advantages),
-            "behavior_logprobs": rounded(episode.behavior_logprobs),
-            "log_ratios": None if log_ratios is None else rounded(log_ratios)}
-
-
-def with_files(folder: Path, record: dict) -> dict:
-    """The record with the images of its transcript as files images/<hash of the content>.png in `folder`."""
-    transcript = [dict(turn) for turn in record.get("transcript", ())]
-    for turn in transcript:
-        if "image" in turn:
-            image = turn["image"]
-            turn["image"] = f"images/{hashlib.sha256(repr(image.shape).encode() + image.tobytes()).hexdigest()[:16]}.png"
-            if not (folder / turn["image"]).exists():
-                (folder / "images").mkdir(exist_ok=True)
-                Image.fromarray(image).save(folder / "images" / ".new", format="PNG")
-                os.replace(folder / "images" / ".new", folder / turn["image"])
-    return record | ({"transcript": transcript} if transcript else {})
 
 
 def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer import one_of, require
 from envs import BoardGame, MissingData, neighbour
+from episode import one_of, require
 
 LEVELS = Path("/usr/share/games/cavepacker/maps")  # where Debian's cavepacker-data puts the published levels
 FIRST_LEVEL_ID = 1_000_000_000  # problem ids from here on are published levels, smaller ones are seeds of rooms

@@ -22,8 +22,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer import one_of, require
 from envs import MissingData
+from episode import one_of, require
 
 MAX_ANSWER = 300  # characters; the longest gold of MATH has 81
 CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
@@ -152,8 +152,8 @@ for _ in range(CHECKERS):
 
 def start_checker() -> subprocess.Popen:
     """PYTHONHASHSEED orders sets of text alike in all checkers: some problems of reasoning-gym would differ without."""
-    return subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            encoding="utf-8", env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen([sys.executable, "-m", "tasks.maths"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                            encoding="utf-8", cwd=Path(__file__).parent.parent, env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
 
 
 @atexit.register

@@ -1,10 +1,10 @@
 """What the loop logs beside the update's own metrics: of all ranks, as plain numbers."""
 import numpy as np
 
-import ranks
 from buffer import use_stats
-from eval import PLAYED
-from update import has_signal
+from episode import PLAYED
+from judge import has_signal
+from runtime import ranks
 
 
 def under(name: str, metrics: dict) -> dict:
@@ -82,3 +82,10 @@ def buffer_stats(args, buffer, now: int) -> dict:
 def drift_metrics(args, buffer, fit) -> dict:
     found = {f"drift_{name}": fit and fit[name] for name in ("c", "k0", "r2")} if args.tau == "auto" else {}
     return found | {"tau": buffer.tau, "tau_over_alpha": buffer.tau / args.alpha if args.alpha else None}
+
+
+def task_averages(outcomes: list[dict]) -> dict:
+    """The task's own numbers (reward components, exact match, ...): means over the episodes that have them."""
+    keys = dict.fromkeys(key for row in outcomes for key in row["info"] if key not in PLAYED)
+    told = {key: [row["info"][key] for row in outcomes if isinstance(row["info"].get(key), (bool, int, float))] for key in keys}
+    return {key: float(np.mean(values)) for key, values in told.items() if values}

@@ -15,11 +15,11 @@ from typing import Literal
 import tyro
 from transformers import AutoConfig
 
-from durable import checkpoints, fail
 from envs import MissingData
 from models import base_of
+from policies.smollm2 import smollm2_folder
+from runtime.files import checkpoints, fail
 from settings import Args
-from smollm2 import smollm2_folder
 
 GIB = 2**30
 # numbers from the models' published config.json

@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer import one_of, require
 from envs import MissingData
+from episode import one_of, require
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out
 MAX_ACTION = 400  # characters of a query or an answer

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Annotated, Callable, Literal
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 import yaml
 
-from durable import fail
-from runs import read_yaml
+from runtime.files import fail, read_yaml, whole_lines
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
 
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
@@ -124,20 +123,6 @@ def probability_of_improvement(a_N: np.ndarray, b_M: np.ndarray) -> float:
     """
     difference_NM = a_N[:, None] - b_M[None]
     return float(((difference_NM > 0) + 0.5 * (difference_NM == 0)).mean())
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
-
-
-def whole_lines(path: Path) -> list[dict]:
-    """Records of a .jsonl, without lines that were cut when the run was killed."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [record for record in records if isinstance(record, dict) and "iteration" in record]
 
 
 def read_run(path: Path, x: str, y: str) -> Run:

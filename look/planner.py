@@ -16,8 +16,7 @@ import numpy as np
 import tyro
 import yaml
 
-from compare import whole_lines
-from durable import fail
+from runtime.files import fail, whole_lines
 
 ASSUMED_RHO = 0.1
 LEAST_ALPHA = 0.01

@@ -5,9 +5,8 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
-import random
-import re
 import shutil
 import socket
 import sys
@@ -15,12 +14,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
+import yaml
 
-from watch import NotFinite
-
-FORMAT = 2  # of checkpoints; 1 had no checksums
 LOOK_SECONDS = 0.5  # more than the moment for which `holder` has the lock of a folder that nobody trains in
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -240,98 +235,44 @@ def told_plainly(run: Path):
              f"--keep-checkpoints and --transcripts need less), then {again}")
 
 
-# ------------------------------------------------------------------------------------------------------ the same on resume
+def read_yaml(path: Path, loader=yaml.SafeLoader):
+    """The content of a YAML file, at most 64 kB, without aliases and deep nesting: a few lines of those can mean gigabytes.
+    OSError, UnicodeDecodeError or yaml.YAMLError where it cannot be read."""
+    with open(path, encoding="utf-8") as file:
+        text, depth = file.read(2**16 + 1), 0
+    if len(text) > 2**16:
+        raise yaml.YAMLError("a config has at most 65,536 characters")
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > 8:
+            raise yaml.YAMLError(f"line {event.start_mark.line + 1}: a config has no aliases (*name) and no deep nesting")
+    return yaml.load(text, loader)
 
 
-class GlobalRandomness:
-    """The global generators of Python, NumPy and torch: nothing here draws from them, but a task of your own may."""
-
-    def __init__(self, seed: int):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-
-    def state_dict(self) -> dict:
-        version, numbers, gauss = random.getstate()
-        kind, keys, *others = np.random.get_state()
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return {"python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
-                "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy(),
-                **{f"cuda{number}": state.numpy() for number, state in enumerate(devices)}}
-
-    def save(self, folder: Path):
-        folder.mkdir()
-        state = self.state_dict()
-        arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
-        np.savez(folder / "state.npz", **arrays)
-        (folder / "state.json").write_text(json.dumps({key: value for key, value in state.items() if key not in arrays}))
-
-    @classmethod
-    def load(cls, folder: Path) -> "GlobalRandomness":
-        """Sets the generators, too."""
-        generators = cls.__new__(cls)
-        with np.load(folder / "state.npz", allow_pickle=False) as arrays:
-            generators.load_state_dict(json.loads((folder / "state.json").read_text()) | dict(arrays))
-        return generators
-
-    def take_share(self, shards: list, rank: int, world: int):
-        """Of another number of processes: all begin with the first one's."""
-        self.load_state_dict(shards[0].state_dict())
-
-    def load_state_dict(self, state: dict):
-        random.setstate((state["python_version"], tuple(state["python"].tolist()), state["python_gauss"]))
-        np.random.set_state((state["numpy_kind"], state["numpy"], *state["numpy_others"]))
-        torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
-        devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
-                   if f"cuda{number}" in state]
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+def finite_or_none(value):
+    """JSON has no NaN, no infinity and no NumPy numbers."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_or_none(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def surroundings(files: list[Path], **more) -> dict[str, str]:
-    """What a run depends on beside its settings, by name: the code in `files`, libraries, threads, the device, and `more`."""
-    return {path.name: digest(path)[:16] for path in files} | {
-        "torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__,
-        "threads": str(torch.get_num_threads()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", **more}
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
-def changed(saved: dict, now: dict) -> dict[str, tuple]:
-    """{name: (saved, now)} of what both have and differs."""
-    return {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys()) if saved[name] != now[name]}
-
-
-def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | None:
-    """The newest sound checkpoint, None if there is none yet. Says which settings are others than when it was written; exits
-    with 2 where they must not be."""
-    recover(run / "checkpoints")
-    checkpoint = last_checkpoint(run, set_aside=True)
-    if checkpoint is None:
-        log = run / "metrics.jsonl"
-        logged = len(re.findall(r"^{.*}$", log.read_text(), re.MULTILINE)) if log.exists() else 0
-        if (run / "summary.json").exists() or 0 < args["checkpoint_every"] < logged:
-            fail(f"{run} has logged {logged} iterations, but its checkpoints are gone: there is nothing to go on from, and "
-                 "starting anew would erase its logs; start a run of another --name")
-        print(f"{run} has no checkpoint yet: it starts anew in its folder")
-        return None
-    state = json.loads((checkpoint / "state.json").read_text())
-    if state.get("format", 1) > FORMAT:
-        fail(f"{checkpoint} has format {state['format']} and this code knows those up to {FORMAT}: go on with the newer code")
-    for name, (before, now) in changed(state.get("args", {}), args).items():
-        flag = f"--{name.replace('_', '-')}"
-        if name == "resume":
+def whole_lines(path: Path) -> list[dict]:
+    """Records of a .jsonl, without lines that were cut when the run was killed."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
             continue
-        if name not in may_change:
-            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: set it back in its "
-                 f"config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
-        print(f"changed on resume: {flag} {before} -> {now}")
-    return checkpoint
+    return [record for record in records if isinstance(record, dict) and "iteration" in record]
 
 
-def warn_of_changes(saved: dict, now: dict):
-    """Says which code, library or device is another one than when the checkpoint was written."""
-    found = [name if name.endswith((".py", "problems", "start")) else f"{name} {before} -> {after}"
-             for name, (before, after) in changed(saved, now).items()]
-    if found:
-        print(f"warning: changed since the checkpoint was written: {', '.join(found)}. The run goes on, but not bit for bit as "
-              "it would have", file=sys.stderr)
+class NotFinite(ValueError):
+    """A NaN or an infinity where the run cannot go on; the message says where it starts."""

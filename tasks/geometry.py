@@ -12,10 +12,22 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from buffer import one_of, require
 from envs import PATIENCE, parse_answer
-from maths import GOLD_COLUMNS, HELDOUT_NAMES, PROBLEM_COLUMNS, column, content_hash, final_answer, first, gold_of, is_right, \
-    read, side_of, tagged
+from episode import one_of, require
+from tasks.maths import (
+    GOLD_COLUMNS,
+    HELDOUT_NAMES,
+    PROBLEM_COLUMNS,
+    column,
+    content_hash,
+    final_answer,
+    first,
+    gold_of,
+    is_right,
+    read,
+    side_of,
+    tagged,
+)
 
 IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")
 CHOICE_COLUMNS = ("choices", "options")

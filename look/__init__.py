@@ -1,0 +1,1 @@
+"""What there is to look at, once a run has written its files."""

@@ -1,0 +1,1 @@
+"""What lets a run live: nothing here is part of the algorithm."""

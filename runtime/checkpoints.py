@@ -1,0 +1,227 @@
+"""Checkpoints: what a run needs to go on as if it had never stopped, and what may be different then."""
+import contextlib
+import hashlib
+import json
+import random
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from models import load_policy
+from runtime import ranks
+from runtime.files import checkpoints, digest, fail, last_checkpoint, recover, remove, sync, temporary_of, whole_folder
+from runtime.log import LOGS
+
+FORMAT = 2  # of checkpoints; 1 had no checksums
+
+
+# ------------------------------------------------------------------------------------------------------ the same on resume
+
+
+class GlobalRandomness:
+    """The global generators of Python, NumPy and torch: nothing here draws from them, but a task of your own may."""
+
+    def __init__(self, seed: int):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def state_dict(self) -> dict:
+        version, numbers, gauss = random.getstate()
+        kind, keys, *others = np.random.get_state()
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {"python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
+                "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy(),
+                **{f"cuda{number}": state.numpy() for number, state in enumerate(devices)}}
+
+    def save(self, folder: Path):
+        folder.mkdir()
+        state = self.state_dict()
+        arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
+        np.savez(folder / "state.npz", **arrays)
+        (folder / "state.json").write_text(json.dumps({key: value for key, value in state.items() if key not in arrays}))
+
+    @classmethod
+    def load(cls, folder: Path) -> "GlobalRandomness":
+        """Sets the generators, too."""
+        generators = cls.__new__(cls)
+        with np.load(folder / "state.npz", allow_pickle=False) as arrays:
+            generators.load_state_dict(json.loads((folder / "state.json").read_text()) | dict(arrays))
+        return generators
+
+    def take_share(self, shards: list, rank: int, world: int):
+        """Of another number of processes: all begin with the first one's."""
+        self.load_state_dict(shards[0].state_dict())
+
+    def load_state_dict(self, state: dict):
+        random.setstate((state["python_version"], tuple(state["python"].tolist()), state["python_gauss"]))
+        np.random.set_state((state["numpy_kind"], state["numpy"], *state["numpy_others"]))
+        torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
+        devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
+                   if f"cuda{number}" in state]
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+def surroundings(files: list[Path], **more) -> dict[str, str]:
+    """What a run depends on beside its settings, by name: the code in `files`, libraries, threads, the device, and `more`."""
+    return {path.name: digest(path)[:16] for path in files} | {
+        "torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__,
+        "threads": str(torch.get_num_threads()),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", **more}
+
+
+def changed(saved: dict, now: dict) -> dict[str, tuple]:
+    """{name: (saved, now)} of what both have and differs."""
+    return {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys()) if saved[name] != now[name]}
+
+
+def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | None:
+    """The newest sound checkpoint, None if there is none yet. Says which settings are others than when it was written; exits
+    with 2 where they must not be."""
+    recover(run / "checkpoints")
+    checkpoint = last_checkpoint(run, set_aside=True)
+    if checkpoint is None:
+        log = run / "metrics.jsonl"
+        logged = len(re.findall(r"^{.*}$", log.read_text(), re.MULTILINE)) if log.exists() else 0
+        if (run / "summary.json").exists() or 0 < args["checkpoint_every"] < logged:
+            fail(f"{run} has logged {logged} iterations, but its checkpoints are gone: there is nothing to go on from, and "
+                 "starting anew would erase its logs; start a run of another --name")
+        print(f"{run} has no checkpoint yet: it starts anew in its folder")
+        return None
+    state = json.loads((checkpoint / "state.json").read_text())
+    if state.get("format", 1) > FORMAT:
+        fail(f"{checkpoint} has format {state['format']} and this code knows those up to {FORMAT}: go on with the newer code")
+    for name, (before, now) in changed(state.get("args", {}), args).items():
+        flag = f"--{name.replace('_', '-')}"
+        if name == "resume":
+            continue
+        if name not in may_change:
+            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: set it back in its "
+                 f"config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
+        print(f"changed on resume: {flag} {before} -> {now}")
+    return checkpoint
+
+
+def warn_of_changes(saved: dict, now: dict):
+    """Says which code, library or device is another one than when the checkpoint was written."""
+    found = [name if name.endswith((".py", "problems", "start")) else f"{name} {before} -> {after}"
+             for name, (before, after) in changed(saved, now).items()]
+    if found:
+        print(f"warning: changed since the checkpoint was written: {', '.join(found)}. The run goes on, but not bit for bit as "
+              "it would have", file=sys.stderr)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
+                    more: dict[str, dict] = {}):
+    """checkpoints/step_<n>: the policy as a Hugging Face folder, critic, optimisers, `memories` (buffers and samplers by
+    name) and the counters of `state`; written whole, with checksums. Older ones than the newest `keep` go, last of all.
+    `base`: files of the policy at the start, where it is needed to go on and might not be found then; `more`: other tensors by
+    the name of their file."""
+    folder = run / "checkpoints" / f"step_{state['step']}"
+    for name in LOGS:
+        if ranks.first() and (run / name).exists():
+            sync(run / name)  # a checkpoint never has more than the logs
+    with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
+        ranks.barrier()  # now the folder is there
+        for name, memory in memories.items():
+            if hasattr(memory, "save"):
+                memory.save(temporary / shard_name(name, ranks.rank()))
+        weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
+        others = {f"{name}_optimizer": ranks.on_first({
+            f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
+            for name, optimizer in learner.optimizers().items()}
+        if learner.critic is not None:
+            others["critic"] = ranks.on_first(learner.critic.state_dict())
+        ranks.barrier()
+        if ranks.first():
+            learner.policy.save_pretrained(temporary, **weights)
+            processor.save_pretrained(temporary)
+            for name, tensors in (others | more).items():
+                save_file(tensors, temporary / f"{name}.safetensors")
+            save_states(temporary, memories, state | {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args)})
+            save_base(temporary, base, (folder / "base").resolve())
+    if ranks.first():
+        for old in checkpoints(run)[:-keep]:
+            remove(old)
+    ranks.barrier()
+
+
+def save_states(folder: Path, memories: dict, state: dict):
+    """What the ranks have alike and is no tensor."""
+    for name, memory in memories.items():
+        if not hasattr(memory, "save"):
+            values = memory.state_dict()
+            arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
+            np.savez(folder / f"{name}.npz", **arrays)
+            (folder / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
+    (folder / "state.json").write_text(json.dumps(state | {"format": FORMAT}, indent=1))
+
+
+def save_base(folder: Path, files: dict[str, bytes], place: Path):
+    """The policy at the start as base/; `place` is where that will be, and an adapter names it, so that peft finds it."""
+    for name, content in files.items():
+        (folder / "base").mkdir(exist_ok=True)
+        (folder / "base" / name).write_bytes(content)
+    adapter = folder / "adapter_config.json"
+    if files and adapter.exists():
+        adapter.write_text(json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(place)}, indent=2))
+
+
+def shard_name(name: str, rank: int) -> str:
+    return f"{name}.{rank}" if rank else name
+
+
+def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
+    """Fills policy, critic, optimisers and memories from `save_checkpoint`'s folder; returns the counters."""
+    if learner.args.lora_rank:
+        ranks.fill(learner.policy, {re.sub(r"(lora_[AB])\.", r"\1.default.", name): tensor for name, tensor
+                                    in load_file(folder / "adapter_model.safetensors").items()})
+    else:
+        ranks.fill(learner.policy, load_policy(folder, learner.policy.dtype, learner.args.trust_remote_code)[0].state_dict())
+    if learner.critic is not None:
+        ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
+    state = json.loads((folder / "state.json").read_text())
+    for name, optimizer in learner.optimizers().items():
+        moments = {}
+        for key, value in load_file(folder / f"{name}_optimizer.safetensors").items():
+            index, moment = key.split(".", 1)
+            parameter = optimizer.param_groups[0]["params"][int(index)]
+            moments.setdefault(int(index), {})[moment] = ranks.like(value, parameter) if value.ndim else value
+        optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    learner.schedule.last_epoch = state.pop("schedule")
+    learner.schedule._last_lr = learner.schedule.get_lr()
+    for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
+        group["lr"] = lr
+    for name, memory in memories.items():
+        if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
+            print(f"note: {folder} is older than the state of {name!r}, which begins anew")
+        elif hasattr(memory, "save"):
+            shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
+            if len(shards) == ranks.world():
+                memory.load_state_dict(type(memory).load(folder / shards[ranks.rank()]).state_dict())
+            else:
+                memory.take_share([type(memory).load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
+        else:
+            with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
+                memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
+    return {key: value for key, value in state.items() if key not in ("format", "args")}
+
+
+def fingerprint(folder: str | Path) -> list[str]:
+    """What tells weights apart: the contents of a folder's, the name of a hub id."""
+    digests = []
+    for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
+        for path in sorted(Path(folder).glob(name)):
+            with open(path, "rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digests or [str(folder)]

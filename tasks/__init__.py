@@ -1,0 +1,1 @@
+"""The tasks: one file each. Text (and pictures) in, text out."""
