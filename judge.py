@@ -4,12 +4,10 @@ import math
 import numpy as np
 import torch
 
-from losses import compute_advantages, gae, kl, objective_of
+from losses import ADVANTAGES, compute_advantages, gae, kl
 from models import backbone, collate, knows_trees, micro_batches, pixel_inputs, token_logprobs, tree_of
 from runtime import ranks
 from runtime.watch import require_finite
-
-PER_TOKEN_KINDS = ("reinforce++", "gae")  # advantages from each turn's reward, not from the episode's return
 
 
 # --------------------------------------------------------------------------------------------- per-token quantities
@@ -101,11 +99,11 @@ def token_rewards(episodes) -> torch.Tensor:
 
 def reward_kl(learner, episodes) -> torch.Tensor | None:
     """(B, T) coefficient times KL to the reference where it belongs into the reward, from the behaviour log-probs."""
-    args, objective = learner.args, objective_of(learner.args)
+    objective = learner.objective
     if objective.kl_in != "reward":
         return None
     behavior_BT = padded([episode.behavior_logprobs for episode in episodes])
-    return args.kl_coef * kl(objective.kl_kind, behavior_BT, reference_score(learner, episodes))
+    return objective.kl_coef * kl(objective.kl_kind, behavior_BT, reference_score(learner, episodes))
 
 
 def values_and_rewards(learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,21 +118,21 @@ def td_errors(learner, episodes) -> np.ndarray:
     """(B,) mean |r + gamma V' - V| over action tokens: the base priority `td_error`."""
     values_BT, rewards_BT = values_and_rewards(learner, episodes)
     mask_BT = mask_of(episodes)
-    delta_BT, _ = gae(rewards_BT, values_BT, mask_BT, gamma=learner.args.gamma, lam=0.0)
+    delta_BT, _ = gae(rewards_BT, values_BT, mask_BT, gamma=learner.objective.gamma, lam=0.0)
     return (delta_BT.abs().sum(1) / mask_BT.sum(1)).numpy().astype(np.float64)
 
 
 def add_advantages(learner, episodes):
     """Fills `episode.advantages` (and `values`), once, while every group is whole."""
-    args, objective = learner.args, objective_of(learner.args)
+    objective, advantage = learner.objective, ADVANTAGES[learner.objective.advantage]
     mask_BT = mask_of(episodes)
     values_BT = None
-    if objective.advantage == "gae":
+    if advantage.needs_values:
         values_BT = per_token(learner.critic, episodes, learner)
         require_finite("values of the critic", values_BT, episodes, learner.critic)
         for episode, values_T in zip(episodes, values_BT.numpy()):
             episode.values = values_T[:len(episode.tokens)].copy()
-    rewards = token_rewards(episodes) if objective.advantage in PER_TOKEN_KINDS else \
+    rewards = token_rewards(episodes) if advantage.per_token else \
         torch.tensor([episode.reward for episode in episodes])
     for row, episode in enumerate(episodes):
         if episode.info["env_error"]:  # not judged: it gets 0 and counts in no mean of its group
@@ -142,8 +140,8 @@ def add_advantages(learner, episodes):
     groups_B = torch.tensor([episode.group_id for episode in episodes])
     # ALGO LOGIC: what a token is worth
     advantages_BT = compute_advantages(
-        objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=args.gamma, lam=args.lam,
-        shift=args.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten, joined=ranks.joined)
+        objective.advantage, rewards, groups_B, mask_BT, values_BT=values_BT, gamma=objective.gamma, lam=objective.lam,
+        shift=objective.asymre_shift, token_kl_BT=reward_kl(learner, episodes), whiten=objective.whiten, joined=ranks.joined)
     require_finite(f"advantages ({objective.advantage}) from finite rewards", advantages_BT, episodes)
     for episode, advantages_T in zip(episodes, advantages_BT.numpy()):
         episode.advantages = advantages_T[:len(episode.tokens)].copy()

@@ -3,128 +3,27 @@
 B rows (episodes), T tokens. Log-probs are (B, T) float32, aligned with tokens: position t holds the log-prob of token t
 given the tokens before it, at the sampling temperature; masked positions hold 0. `mask_BT` is True on action tokens.
 Ratio rho = exp(current - behaviour), its logarithm clamped to +-20; advantages A are frozen at collection.
-
-| loss          | replayed data? | why                                                                                |
-|---------------|----------------|------------------------------------------------------------------------------------|
-| reinforce     | no             | no ratio: stale rows give the gradient of another policy's objective               |
-| ppo_clip      | while mild     | trust region around the behaviour policy: tokens that moved past it fall silent    |
-| decoupled_ppo | yes            | trust region around the proximal policy, truncated weight proximal / behaviour     |
-| is_reinforce  | yes, biased    | truncated ratio as a weight, no trust region; a token ratio ignores the prefix     |
-| cispo         | yes, biased    | the same with a clipped weight: every token keeps a gradient                       |
-| gspo          | while mild     | sequence ratio (geometric mean): less noise, but a whole sequence falls silent     |
-| topr          | yes            | positives need no ratio, negatives weigh in [0, 1]: bounded as pi -> 0             |
-| m2po          | yes            | clips only as many harmful tokens as the second-moment budget demands              |
-| one_side      | yes            | no ratio as a weight, only a mask against going too far                            |
-| asymre        | yes            | no ratio: a baseline below the mean keeps the fixed point safe (a pull to the data) |
-| tba           | yes            | squared error of an identity that holds under any sampler; needs a reference       |
-| sft_positive  | yes            | imitates successes: no ratio, no negatives; diversity shrinks                      |
 """
-import difflib
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from episode import one_of
 
 LOG_RATIO_LIMIT = 20.0
 
 
-# -------------------------------------------------------------------------------------------------- log-probs of tokens
-def token_logprobs_from_hidden(hidden_ND, head_weight_VD, tokens_N, temperature=1.0, head_bias_V=None, chunk_size=None,
-                               entropy_grad=False):
-    """(log-probs (N,), entropies (N,)), float32, of `tokens_N` under softmax((hidden @ weight.T + bias) / temperature).
-
-    Holds the float32 logits of `chunk_size` tokens at a time and recomputes them in the backward; gradients are exact.
-    Entropies carry a gradient only with `entropy_grad` (for an entropy bonus).
-    """
-    N, V = hidden_ND.shape[0], head_weight_VD.shape[0]
-    if hidden_ND.shape != (N, head_weight_VD.shape[-1]) or tokens_N.shape != (N,):
-        raise ValueError(f"hidden_ND {tuple(hidden_ND.shape)}, head_weight_VD {tuple(head_weight_VD.shape)} and "
-                         f"tokens_N {tuple(tokens_N.shape)} must be (N, D), (V, D) and (N,)")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}")
-    chunk_size = chunk_size or max(1024 if hidden_ND.is_cuda else 256, 2**23 // V)  # small vocabularies: one chunk
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        return _ChunkedLogProbs.apply(hidden_ND, head_weight_VD, head_bias_V, tokens_N.long(), float(temperature),
-                                      chunk_size, entropy_grad)
-
-
-class _ChunkedLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, bias_V, tokens_N, temperature, chunk_size, entropy_grad):
-        logprobs_N, entropy_N, logsumexp_N = _real(hidden_ND.new_empty(3, len(tokens_N))).unbind()
-        for rows in _chunks(tokens_N, chunk_size):
-            logits_CV = _logits(hidden_ND[rows], weight_VD, bias_V, temperature)
-            chosen_C = logits_CV.gather(1, tokens_N[rows, None]).squeeze(1)
-            max_C = logits_CV.amax(1)
-            # e^-100 vanishes in the sums; the clamp keeps 0 * -inf out of the entropy
-            logits_CV.sub_(max_C[:, None]).clamp_(min=-100.0)
-            exp_CV = logits_CV.exp()
-            sum_C = exp_CV.sum(1)
-            logsumexp_N[rows] = max_C + sum_C.log()
-            entropy_N[rows] = sum_C.log() - exp_CV.mul_(logits_CV).sum(1) / sum_C
-            logprobs_N[rows] = chosen_C - logsumexp_N[rows]
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N)
-        ctx.settings = temperature, chunk_size, entropy_grad
-        if not entropy_grad:
-            ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logprobs_N, grad_entropy_N):
-        hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
-        temperature, chunk_size, entropy_grad = ctx.settings
-        grad_hidden_ND, grad_weight_VD, grad_bias_V = (
-            _real(torch.zeros_like(tensor)) if needed else None
-            for tensor, needed in zip((hidden_ND, weight_VD, bias_V), ctx.needs_input_grad))
-        for rows in _chunks(tokens_N, chunk_size):
-            logprobs_CV = _logits(hidden_ND[rows], weight_VD, bias_V, temperature).sub_(logsumexp_N[rows, None])
-            grad_C1 = grad_logprobs_N[rows, None]
-            if entropy_grad:  # dH / dlogit = -p (log p + H)
-                slope_CV = logprobs_CV.clamp(min=-100.0).add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])
-                grad_CV = logprobs_CV.exp_().mul_(slope_CV.add_(grad_C1).neg_())
-            else:
-                grad_CV = logprobs_CV.exp_().mul_(-grad_C1)
-            grad_CV.scatter_add_(1, tokens_N[rows, None], grad_C1).div_(temperature)
-            if grad_bias_V is not None:
-                grad_bias_V += grad_CV.sum(0)
-            grad_CV = grad_CV.to(weight_VD.dtype)
-            if grad_hidden_ND is not None:
-                grad_hidden_ND[rows] = (grad_CV @ weight_VD).to(grad_hidden_ND.dtype)
-            if grad_weight_VD is not None:
-                hidden_CD = hidden_ND[rows].to(weight_VD.dtype)
-                if grad_weight_VD.dtype == weight_VD.dtype:
-                    grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
-                else:
-                    grad_weight_VD += grad_CV.T @ hidden_CD
-        grads = zip((grad_hidden_ND, grad_weight_VD, grad_bias_V), (hidden_ND, weight_VD, bias_V))
-        return *(grad if grad is None else grad.to(like.dtype) for grad, like in grads), None, None, None, None
-
-
-def _chunks(tokens_N, size):
-    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]
-
-
-def _logits(hidden_CD, weight_VD, bias_V, temperature):
-    logits_CV = _real(hidden_CD.to(weight_VD.dtype) @ weight_VD.T)
-    if bias_V is not None:
-        logits_CV += bias_V
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
-
-
 # ---------------------------------------------------------------------------------------------------------- small tools
-def _choose(table, kind, what):
-    if kind not in table:
-        near = difflib.get_close_matches(str(kind), table, 1)
-        raise ValueError(f"unknown {what} {kind!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-                         + f" (allowed: {', '.join(table)})")
-    return table[kind] if isinstance(table, dict) else kind
+def no_branch(what, kind, function):
+    """The error of a name that stands in its table while `function` does not know it."""
+    return ValueError(f"{what} {kind!r} is allowed, but {function} in losses.py has no branch for it: add one")
 
 
-def _check(what, shape, *, finite_under=None, **tensors):
+def check(what, shape, *, finite_under=None, **tensors):
     """Every tensor (named by its keyword) is there, has `shape`, and is finite where `finite_under` is True."""
     for name, tensor in tensors.items():
         if tensor is None:
@@ -136,40 +35,40 @@ def _check(what, shape, *, finite_under=None, **tensors):
             raise ValueError(f"{what}: {name} has NaN or infinite entries under mask_BT in rows {rows}")
 
 
-def _check_mask(mask_BT):
+def check_mask(mask_BT):
     if mask_BT.dtype != torch.bool or mask_BT.ndim != 2:
         raise ValueError(f"mask_BT must be a bool tensor (B, T), got {mask_BT.dtype} of shape {tuple(mask_BT.shape)}")
 
 
-def _real(tensor):
+def at_least_float32(tensor):
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _masked(tensor_BT, mask_BT):
+def masked(tensor_BT, mask_BT):
     return torch.where(mask_BT, tensor_BT, 0.0)
 
 
-def _floats(tensors):
+def floats(tensors):
     """A dict of 0-d tensors as plain floats, in one transfer."""
     return dict(zip(tensors, torch.stack([tensor.detach().double() for tensor in tensors.values()]).tolist()))
 
 
-def _clamp_log_ratio(difference):
+def clamp_log_ratio(difference):
     # a non-finite log-prob makes the loss NaN, so that the update stops, instead of a healthy-looking clamped number
     return torch.where(difference.isfinite(), difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.nan)
 
 
 def log_ratio(logprobs_BT, reference_BT, mask_BT):
     """log(pi / reference) clamped to +-20, 0 where masked, NaN where not finite."""
-    return _clamp_log_ratio(_masked(_real(logprobs_BT), mask_BT) - _masked(_real(reference_BT), mask_BT))
+    return clamp_log_ratio(masked(at_least_float32(logprobs_BT), mask_BT) - masked(at_least_float32(reference_BT), mask_BT))
 
 
-def _sequence_log_ratio(log_ratio_BT):
+def sequence_log_ratio(log_ratio_BT):
     return log_ratio_BT.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand(log_ratio_BT.shape)
 
 
-def _row_mean(values_BT, mask_BT):
-    return _masked(values_BT, mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
+def row_mean(values_BT, mask_BT):
+    return masked(values_BT, mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
 
 
 # ---------------------------------------------------------------------------------------------------------- aggregation
@@ -185,18 +84,18 @@ def aggregate(values_BT, mask_BT, mode, *, denominator=None, max_length=None, we
     `denominator` (see `step_denominator`) is the one number of the *whole* optimiser step, so that its micro-batches
     add up; None takes this batch's. `weights_B` are detached and multiply rows, never the denominator.
     """
-    _choose(AGGREGATIONS, mode, "aggregation")
-    _check_mask(mask_BT)
-    _check("aggregate", mask_BT.shape, values_BT=values_BT)
+    one_of("aggregation", mode, AGGREGATIONS)
+    check_mask(mask_BT)
+    check("aggregate", mask_BT.shape, values_BT=values_BT)
     if denominator is None:
         denominator = step_denominator(mask_BT, mode, max_length=max_length)
     elif not denominator > 0:
         raise ValueError(f"denominator must be > 0, got {denominator}")
-    values_B = _masked(values_BT, mask_BT).sum(1)
+    values_B = masked(values_BT, mask_BT).sum(1)
     if mode == "seq_mean_token_mean":
         values_B = values_B / mask_BT.sum(1).clamp(min=1)
     if weights_B is not None:
-        _check("aggregate", mask_BT.shape[:1], weights_B=weights_B)
+        check("aggregate", mask_BT.shape[:1], weights_B=weights_B)
         values_B = values_B * weights_B.detach().to(values_B)
     return values_B.sum() / denominator
 
@@ -204,13 +103,18 @@ def aggregate(values_BT, mask_BT, mode, *, denominator=None, max_length=None, we
 def step_denominator(mask_BT, mode, *, max_length=None, total=int):
     """What `aggregate` divides by: tokens, or rows that have any, times `max_length` for constant; at least 1. `total` turns
     a count of these rows into that of all processes' rows."""
-    _choose(AGGREGATIONS, mode, "aggregation")
+    one_of("aggregation", mode, AGGREGATIONS)
     if mode == "token_mean":
         return max(total(int(mask_BT.sum())), 1)
-    if mode == "constant" and not (max_length and max_length > 0):
+    rows = max(total(int(mask_BT.any(1).sum())), 1)
+    if mode in ("seq_mean_token_mean", "seq_mean_token_sum"):
+        return rows
+    if mode != "constant":
+        raise no_branch("aggregation", mode, "step_denominator")
+    if not (max_length and max_length > 0):
         raise ValueError(f"aggregation 'constant' needs max_length > 0, the action tokens an episode may have at most, "
                          f"got {max_length}")
-    return max(total(int(mask_BT.any(1).sum())), 1) * (max_length if mode == "constant" else 1)
+    return rows * max_length
 
 
 # ----------------------------------------------------------------------------------------------------------- advantages
@@ -218,22 +122,21 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
                        shift=-0.1, baseline=0.0, std_floor=1e-6, whiten=None, joined=lambda values_N: values_N):
     """Advantages (B, T), float32, 0 where the mask is False; computed once, with the whole group or batch in sight.
 
-    `rewards`: (B, T) with each turn's reward on its last action token for `reinforce++` and `gae`, else returns (B,). A
+    `rewards`: (B, T) with each turn's reward on its last action token for the kinds per token, else returns (B,). A
     NaN reward means "not judged": its row gets 0 and counts in no statistic. `token_kl_BT`, already times its
-    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: the reinforce++ kinds alone; `joined`
+    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: as the kind does by default; `joined`
     joins the values of all processes for it.
     """
-    function = _choose(ADVANTAGES, kind, "advantage kind")
-    _check_mask(mask_BT)
-    what, per_token = f"advantage kind {kind!r}", kind in ("reinforce++", "gae")
-    group_kind = not per_token and kind != "reinforce"
-    _check(what, mask_BT.shape if per_token else mask_BT.shape[:1], rewards=rewards)
+    advantage = ADVANTAGES[one_of("advantage kind", kind, ADVANTAGES)]
+    check_mask(mask_BT)
+    what, per_token = f"advantage kind {kind!r}", advantage.per_token
+    check(what, mask_BT.shape if per_token else mask_BT.shape[:1], rewards=rewards)
     if rewards.isinf().any():
         raise ValueError(f"{what}: rewards has infinite entries at {rewards.isinf().nonzero().tolist()}")
-    if group_kind:
-        _check(what, mask_BT.shape[:1], group_ids_B=group_ids_B)
-    if kind == "gae":
-        _check(what, mask_BT.shape, values_BT=values_BT, finite_under=mask_BT)
+    if advantage.needs_group:
+        check(what, mask_BT.shape[:1], group_ids_B=group_ids_B)
+    if advantage.needs_values:
+        check(what, mask_BT.shape, values_BT=values_BT, finite_under=mask_BT)
     judged_B = ~rewards.isnan().reshape(len(mask_BT), -1).any(1)
     mask_BT, rewards = mask_BT & judged_B[:, None], rewards.double().nan_to_num(0.0)
     if per_token:
@@ -242,21 +145,21 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
             raise ValueError(f"{what}: rewards has entries where mask_BT is False in rows "
                              f"{lost_B.nonzero().flatten().tolist()}; put each turn's reward on its last action token")
     if token_kl_BT is not None:
-        _check(what, mask_BT.shape, token_kl_BT=token_kl_BT, finite_under=mask_BT)
-        token_kl_BT = _masked(token_kl_BT.double(), mask_BT)
+        check(what, mask_BT.shape, token_kl_BT=token_kl_BT, finite_under=mask_BT)
+        token_kl_BT = masked(token_kl_BT.double(), mask_BT)
         rewards = rewards - (token_kl_BT if per_token else token_kl_BT.sum(1))
     x = SimpleNamespace(mask_BT=mask_BT, values_BT=values_BT, gamma=gamma, lam=lam, shift=shift, baseline=baseline,
                         std_floor=std_floor)
-    if group_kind:
-        x.centred_B, x.std_B, x.size_B = _groups(rewards, group_ids_B, judged_B)
-    advantages = function(rewards, x)
-    advantages_BT = _masked(advantages if per_token else advantages[:, None], mask_BT)
-    if kind.startswith("reinforce++") if whiten is None else whiten:
+    if advantage.needs_group:
+        x.centred_B, x.std_B, x.size_B = group_statistics(rewards, group_ids_B, judged_B)
+    advantages = advantage.function(rewards, x)
+    advantages_BT = masked(advantages if per_token else advantages[:, None], mask_BT)
+    if advantage.whitened if whiten is None else whiten:
         advantages_BT = whitened(advantages_BT, mask_BT, std_floor=std_floor, joined=joined)
     return advantages_BT.float()
 
 
-def _groups(rewards_B, group_ids_B, judged_B):
+def group_statistics(rewards_B, group_ids_B, judged_B):
     """Per row: reward minus its group's mean, the group's unbiased std, its size; over judged members (others are 0).
 
     A group of one or of equal rewards (max == min) is exactly 0, never a rounding error over a tiny std.
@@ -274,27 +177,60 @@ def _groups(rewards_B, group_ids_B, judged_B):
     return centred_B, std_G[index_B], size_G[index_B]
 
 
-# ALGO LOGIC: an advantage is a function of the rewards (float64) and of x, the arguments of compute_advantages and, for
-# the group kinds, centred_B = r - mean, std_B and size_B of the row's group
+@dataclass(frozen=True)
+class Advantage:
+    """An entry of ADVANTAGES: a function of the rewards (float64) and of x, and what others must know of it. x holds the
+    arguments of compute_advantages and, with `needs_group`, centred_B = r - mean, std_B and size_B of the row's group."""
+    function: Callable
+    per_token: bool = False  # rewards_BT, each turn's; else rewards_B, the episode's return
+    needs_group: bool = False  # several answers to one problem
+    group_mean: bool = False  # exactly 0 for a group of one or of equal rewards
+    needs_values: bool = False  # a critic
+    whitened: bool = False  # over all action tokens of the batch, unless asked otherwise
+
+
+def over_std(rewards_B, x):
+    """(r - mean) / std, unbiased (DeepSeekMath 2402.03300, section 4.1.2)."""
+    return x.centred_B / x.std_B.clamp(min=x.std_floor)
+
+
+def off_mean(rewards_B, x):
+    """r - mean (Dr. GRPO 2503.20783; 2601.02648)."""
+    return x.centred_B
+
+
+def leave_one_out(rewards_B, x):
+    """r - mean of the *others* (RLOO 2402.14740)."""
+    return x.centred_B * x.size_B / (x.size_B - 1).clamp(min=1)
+
+
+def off_shifted_mean(rewards_B, x):
+    """r - (mean + shift) with shift < 0 (AsymRE 2506.20520): -shift on *every* answer of an all-equal group."""
+    return x.centred_B - x.shift
+
+
+def off_constant(rewards_B, x):
+    return rewards_B - x.baseline
+
+
+def return_to_go(rewards_BT, x):
+    return gae(rewards_BT, torch.zeros_like(rewards_BT), x.mask_BT, gamma=x.gamma)[0]
+
+
+def over_critic(rewards_BT, x):
+    return gae(rewards_BT, x.values_BT, x.mask_BT, gamma=x.gamma, lam=x.lam)[0]
+
+
+# ALGO LOGIC: what a token is worth; a new kind is a function like those above and its entry here
 ADVANTAGES = {
-    # (r - mean) / std, unbiased (DeepSeekMath 2402.03300, section 4.1.2)
-    "grpo": lambda rewards_B, x: x.centred_B / x.std_B.clamp(min=x.std_floor),
-    # r - mean (Dr. GRPO 2503.20783; 2601.02648)
-    "dr_grpo": lambda rewards_B, x: x.centred_B,
-    # r - mean of the *others* (RLOO 2402.14740)
-    "rloo": lambda rewards_B, x: x.centred_B * x.size_B / (x.size_B - 1).clamp(min=1),
-    # r - (mean + shift) with shift < 0 (AsymRE 2506.20520): -shift on *every* answer of an all-equal group
-    "asymre": lambda rewards_B, x: x.centred_B - x.shift,
-    # r - a constant
-    "reinforce": lambda rewards_B, x: rewards_B - x.baseline,
-    # return-to-go, then whitened over all action tokens of the global batch (REINFORCE++ 2501.03262)
-    "reinforce++": lambda rewards_BT, x: gae(rewards_BT, torch.zeros_like(rewards_BT), x.mask_BT, gamma=x.gamma)[0],
-    # r - mean of the group, then whitened likewise (same paper)
-    "reinforce++_baseline": lambda rewards_B, x: x.centred_B,
-    # sum_l (gamma lam)^l delta_{t+l} over action tokens (GAE 1506.02438, eq. 16)
-    "gae": lambda rewards_BT, x: gae(rewards_BT, x.values_BT, x.mask_BT, gamma=x.gamma, lam=x.lam)[0],
-    # GRPO over the fresh *and* the replayed answers of a problem (RLEP 2507.07451): group ids name problems
-    "rlep_mixed": lambda rewards_B, x: x.centred_B / x.std_B.clamp(min=x.std_floor),
+    "grpo": Advantage(over_std, needs_group=True, group_mean=True),
+    "dr_grpo": Advantage(off_mean, needs_group=True, group_mean=True),
+    "rloo": Advantage(leave_one_out, needs_group=True, group_mean=True),
+    "asymre": Advantage(off_shifted_mean, needs_group=True),
+    "reinforce": Advantage(off_constant),
+    "reinforce++": Advantage(return_to_go, per_token=True, whitened=True),  # REINFORCE++ 2501.03262
+    "reinforce++_baseline": Advantage(off_mean, needs_group=True, whitened=True),  # same paper
+    "gae": Advantage(over_critic, per_token=True, needs_values=True),
 }
 
 
@@ -305,12 +241,12 @@ def whitened(values_BT, mask_BT, *, std_floor=1e-6, joined=lambda values_N: valu
     if len(values_N) == 0 or values_N.max() == values_N.min():
         return torch.zeros_like(values_BT)
     std = values_N.std(correction=0).clamp(min=std_floor)
-    return _masked((values_BT.double() - values_N.mean()) / std, mask_BT).to(values_BT.dtype)
+    return masked((values_BT.double() - values_N.mean()) / std, mask_BT).to(values_BT.dtype)
 
 
 def gae(rewards_BT, values_BT, mask_BT, *, gamma=1.0, lam=1.0):
     """(advantages, returns) (B, T) of GAE (1506.02438, eq. 16) over action tokens; returns = advantages + values."""
-    values_BT = _masked(values_BT.detach().double(), mask_BT)
+    values_BT = masked(values_BT.detach().double(), mask_BT)
     _, returns_BT = _vtrace(rewards_BT, values_BT, torch.ones_like(values_BT), mask_BT, gamma, lam, 1.0, 1.0)
     return (returns_BT - values_BT).float(), returns_BT.float()
 
@@ -320,14 +256,14 @@ def vtrace(rewards_BT, values_BT, log_ratio_BT, mask_BT, *, gamma=1.0, lam=1.0, 
 
     The advantage r + gamma v_{t+1} - V_t comes *without* its factor rho_t: the loss holds that ratio.
     """
-    values_BT, ratio_BT = _masked(values_BT.detach().double(), mask_BT), log_ratio_BT.detach().double().exp()
+    values_BT, ratio_BT = masked(values_BT.detach().double(), mask_BT), log_ratio_BT.detach().double().exp()
     advantages_BT, targets_BT = _vtrace(rewards_BT, values_BT, ratio_BT, mask_BT, gamma, lam, rho_cap, c_cap)
     return advantages_BT.float(), targets_BT.float()
 
 
 def _vtrace(rewards_BT, values_BT, ratio_BT, mask_BT, gamma, lam, rho_cap, c_cap):
     # backwards over action tokens; the carried value and target pass unchanged, undiscounted, through observation spans
-    rewards_BT, rho_BT = _masked(rewards_BT.double(), mask_BT), ratio_BT.clamp(max=rho_cap)
+    rewards_BT, rho_BT = masked(rewards_BT.double(), mask_BT), ratio_BT.clamp(max=rho_cap)
     trace_BT = lam * ratio_BT.clamp(max=c_cap)
     advantages_BT, targets_BT = torch.zeros_like(values_BT), torch.zeros_like(values_BT)
     next_value_B, next_target_B = values_BT.new_zeros(2, len(values_BT)).unbind()
@@ -339,7 +275,7 @@ def _vtrace(rewards_BT, values_BT, ratio_BT, mask_BT, gamma, lam, rho_cap, c_cap
         targets_BT[:, t] = target_B
         next_value_B = torch.where(mask_B, value_B, next_value_B)
         next_target_B = torch.where(mask_B, target_B, next_target_B)
-    return _masked(advantages_BT, mask_BT), _masked(targets_BT, mask_BT)
+    return masked(advantages_BT, mask_BT), masked(targets_BT, mask_BT)
 
 
 # -------------------------------------------------------------------------------------------------------- policy losses
@@ -350,32 +286,32 @@ def policy_loss(kind, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT,
 
     An option of None takes the kind's default, one that only other kinds use is ignored. `denominator`: `aggregate`'s.
     `weights_B` (PER) and correction weights are detached and multiply losses, never a ratio or the denominator. The
-    ratio is current / behaviour; with decoupled_ppo, which alone takes `proximal_logprobs_BT`, current / proximal.
+    ratio is current / behaviour; for a kind that needs a proximal policy, current / proximal.
     Metrics are floats: token means over this micro-batch, but `clamped` (log-ratios beyond +-20) a count.
     """
-    function = _choose(LOSSES, kind, "loss kind")
+    entry = LOSSES[one_of("loss kind", kind, LOSSES)]
     what = f"loss kind {kind!r}"
-    _check_mask(mask_BT)
-    _check(what, mask_BT.shape, logprobs_BT=logprobs_BT)
-    _check(what, mask_BT.shape, behavior_logprobs_BT=behavior_logprobs_BT, advantages_BT=advantages_BT,
+    check_mask(mask_BT)
+    check(what, mask_BT.shape, logprobs_BT=logprobs_BT)
+    check(what, mask_BT.shape, behavior_logprobs_BT=behavior_logprobs_BT, advantages_BT=advantages_BT,
            finite_under=mask_BT)
     for name in options:
-        _choose(ALL_LOSS_OPTIONS, name, "option of policy_loss")
+        one_of("option of policy_loss", name, ALL_LOSS_OPTIONS)
     options = {name: value for name, value in options.items() if name in loss_options(kind) and value is not None}
-    logprobs_BT, advantages_BT = _masked(_real(logprobs_BT), mask_BT), _masked(_real(advantages_BT.detach()), mask_BT)
-    if kind == "decoupled_ppo":
-        _check(what, mask_BT.shape, proximal_logprobs_BT=proximal_logprobs_BT, finite_under=mask_BT)
+    logprobs_BT, advantages_BT = masked(at_least_float32(logprobs_BT), mask_BT), masked(at_least_float32(advantages_BT.detach()), mask_BT)
+    if entry.needs_proximal:
+        check(what, mask_BT.shape, proximal_logprobs_BT=proximal_logprobs_BT, finite_under=mask_BT)
         anchor_BT = corrected_BT = proximal_logprobs_BT.detach()
         correction = correction or "tis_token"
     else:
         anchor_BT, corrected_BT, correction = behavior_logprobs_BT.detach(), logprobs_BT.detach(), correction or "none"
         if proximal_logprobs_BT is not None:
             raise ValueError(f"proximal_logprobs_BT: {what} divides by the behaviour policy; use 'decoupled_ppo'")
-        if kind in RATIO_LOSSES and correction in RATIO_CORRECTIONS:
+        if entry.holds_ratio and correction in RATIO_CORRECTIONS:
             raise ValueError(f"correction {correction!r}: {what} already holds the ratio to the behaviour policy, "
                              "which must not count twice; use 'decoupled_ppo' or another correction")
     log_ratio_BT = log_ratio(logprobs_BT, anchor_BT, mask_BT)
-    loss_BT, metrics = function(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, **options)
+    loss_BT, metrics = entry.function(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, **options)
     if correction != "none":
         metrics["correction_weight"] = correction_weights(
             correction, corrected_BT, behavior_logprobs_BT, mask_BT, low=correction_low, high=correction_high,
@@ -383,12 +319,11 @@ def policy_loss(kind, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT,
         loss_BT = loss_BT * metrics["correction_weight"]
     loss = aggregate(loss_BT, mask_BT, aggregation, denominator=denominator, max_length=max_length, weights_B=weights_B)
     tokens = mask_BT.sum().clamp(min=1)
-    metrics = {name: _masked(value_BT.detach().double(), mask_BT).sum() / tokens for name, value_BT in metrics.items()}
-    clamped = ((logprobs_BT.detach() - _masked(anchor_BT, mask_BT)).abs() > LOG_RATIO_LIMIT).sum()
-    return loss, _floats({"loss": loss, "clamped": clamped, **metrics})
+    metrics = {name: masked(value_BT.detach().double(), mask_BT).sum() / tokens for name, value_BT in metrics.items()}
+    clamped = ((logprobs_BT.detach() - masked(anchor_BT, mask_BT)).abs() > LOG_RATIO_LIMIT).sum()
+    return loss, floats({"loss": loss, "clamped": clamped, **metrics})
 
 
-# ALGO LOGIC: a loss is a function (logprobs, log_ratio, advantages, mask, *, options) -> (per-token loss, metrics_BT)
 def reinforce(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT):
     """-A logp. Also AsymRE's loss (2506.20520), summed over tokens: its shift lives in the advantage."""
     return -advantages_BT * logprobs_BT, {}
@@ -417,8 +352,8 @@ def ppo_clip(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=0.2, 
 
 def is_reinforce(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, level="token", is_cap=2.0):
     """-sg(min(rho, is_cap)) A logp, sg = detached, rho of the token or the sequence (truncated IS, 1802.01561)."""
-    if _choose(("token", "sequence"), level, "level") == "sequence":
-        log_ratio_BT = _sequence_log_ratio(log_ratio_BT)
+    if one_of("level", level, ("token", "sequence")) == "sequence":
+        log_ratio_BT = sequence_log_ratio(log_ratio_BT)
     ratio_BT = log_ratio_BT.detach().exp()
     return -ratio_BT.clamp(max=is_cap) * advantages_BT * logprobs_BT, {"clip_fraction_high": ratio_BT > is_cap}
 
@@ -432,13 +367,13 @@ def cispo(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=0.2, eps
 
 def gspo(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=3e-4, eps_high=4e-4):
     """PPO clip of the row's ratio exp(mean_t log rho_t), token form (GSPO 2507.18071); use seq_mean_token_mean."""
-    log_s_BT = _row_mean(log_ratio_BT.detach(), mask_BT) + logprobs_BT - logprobs_BT.detach()
+    log_s_BT = row_mean(log_ratio_BT.detach(), mask_BT) + logprobs_BT - logprobs_BT.detach()
     return ppo_clip(logprobs_BT, log_s_BT, advantages_BT, mask_BT, eps_low=eps_low, eps_high=eps_high)
 
 
 def topr(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT):
     """-A logp where A >= 0, -sg(min(pi / mu, 1)) A logp where A < 0, pi / mu of the sequence (TOPR 2503.14286)."""
-    weight_BT = _sequence_log_ratio(log_ratio_BT).detach().clamp(max=0.0).exp()
+    weight_BT = sequence_log_ratio(log_ratio_BT).detach().clamp(max=0.0).exp()
     weight_BT = torch.where(advantages_BT < 0, weight_BT, 1.0)
     return -weight_BT * advantages_BT * logprobs_BT, {"is_weight": weight_BT}
 
@@ -483,12 +418,12 @@ def tba(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, reference_logprobs
 
     `log_z_B` comes from `tba_log_z` over whole groups; None takes it from this micro-batch. A NaN reward drops a row.
     """
-    _check("loss kind 'tba'", mask_BT.shape, reference_logprobs_BT=reference_logprobs_BT, finite_under=mask_BT)
+    check("loss kind 'tba'", mask_BT.shape, reference_logprobs_BT=reference_logprobs_BT, finite_under=mask_BT)
     if log_z_B is None:
         log_z_B = tba_log_z(logprobs_BT, reference_logprobs_BT, rewards_B, group_ids_B, mask_BT, tba_beta=tba_beta)
-    _check("loss kind 'tba'", mask_BT.shape[:1], rewards_B=rewards_B, log_z_B=log_z_B)
-    log_pi_B = (logprobs_BT - _masked(reference_logprobs_BT.detach(), mask_BT)).sum(1)
-    error_B = _masked(log_z_B.detach() + log_pi_B - rewards_B / tba_beta, ~rewards_B.isnan())
+    check("loss kind 'tba'", mask_BT.shape[:1], rewards_B=rewards_B, log_z_B=log_z_B)
+    log_pi_B = (logprobs_BT - masked(reference_logprobs_BT.detach(), mask_BT)).sum(1)
+    error_B = masked(log_z_B.detach() + log_pi_B - rewards_B / tba_beta, ~rewards_B.isnan())
     loss_B1 = (error_B.square() / mask_BT.sum(1).clamp(min=1))[:, None]
     return loss_B1.expand(mask_BT.shape), {"tba_error": error_B[:, None].abs().expand(mask_BT.shape)}
 
@@ -496,30 +431,61 @@ def tba(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, reference_logprobs
 @torch.no_grad()
 def tba_log_z(logprobs_BT, reference_logprobs_BT, rewards_B, group_ids_B, mask_BT, *, tba_beta=0.01):
     """log Z (B,): the mean over the row's group of log ref - log pi + r / beta (TBA 2503.18929)."""
-    _check("tba_log_z", mask_BT.shape[:1], rewards_B=rewards_B, group_ids_B=group_ids_B)
-    log_pi_B = _masked(logprobs_BT.double() - reference_logprobs_BT.double(), mask_BT).sum(1)
+    check("tba_log_z", mask_BT.shape[:1], rewards_B=rewards_B, group_ids_B=group_ids_B)
+    log_pi_B = masked(logprobs_BT.double() - reference_logprobs_BT.double(), mask_BT).sum(1)
     used_B = mask_BT.any(1) & ~rewards_B.isnan()
     same_BB = (group_ids_B[:, None] == group_ids_B).double() * used_B
-    log_z_B = same_BB @ _masked(rewards_B.double() / tba_beta - log_pi_B, used_B) / same_BB.sum(1).clamp(min=1)
-    return log_z_B.to(_real(logprobs_BT).dtype)
+    log_z_B = same_BB @ masked(rewards_B.double() / tba_beta - log_pi_B, used_B) / same_BB.sum(1).clamp(min=1)
+    return log_z_B.to(at_least_float32(logprobs_BT).dtype)
 
 
 def sft_positive(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, rewards_B=None, success_reward=1.0):
     """-1[r >= success_reward] logp: imitation of successes (RAFT 2304.06767; used by RLEP 2507.07451)."""
-    _check("loss kind 'sft_positive'", mask_BT.shape[:1], rewards_B=rewards_B)
+    check("loss kind 'sft_positive'", mask_BT.shape[:1], rewards_B=rewards_B)
     positive_BT = (rewards_B >= success_reward)[:, None].expand(mask_BT.shape)
     return torch.where(positive_BT, -logprobs_BT, 0.0), {"positive_fraction": positive_BT}
 
 
-LOSSES = {"reinforce": reinforce, "ppo_clip": ppo_clip, "is_reinforce": is_reinforce, "decoupled_ppo": ppo_clip,
-          "asymre": reinforce, "cispo": cispo, "gspo": gspo, "topr": topr, "m2po": m2po, "one_side": one_side,
-          "tba": tba, "sft_positive": sft_positive}
-RATIO_LOSSES = ("ppo_clip", "is_reinforce", "cispo", "gspo", "topr", "m2po")  # they hold the ratio to the behaviour
+@dataclass(frozen=True)
+class Loss:
+    """An entry of LOSSES: the function, and what others must know of it. Where the function has an option reference_logprobs_BT,
+    log_z_B or m2_bound, the update computes it for each step."""
+    function: Callable
+    replayed: str  # whether replayed data suits it: no | mild (while it is of a policy nearby) | biased | yes
+    why: str
+    holds_ratio: bool = False  # to the policy that sampled, as a weight: no correction may count it twice
+    clips: str | None = None  # clip_range is of the ratio to that policy of a "token" or of the sequence's "mean"
+    needs_proximal: bool = False  # the policy when the batch's first update began
+    needs_score: bool = False  # rewards_B is the task's own score, without format penalty and shaping
+    silent_at_zero: bool = True  # a row of zero advantages has zero gradient
+
+
+# ALGO LOGIC: a loss is a function (logprobs, log_ratio, advantages, mask, *, options) -> (per-token loss, {metric: (B, T)})
+# like those above, and its entry here; its metrics are logged as fresh/<name> and replay/<name>
+LOSSES = {
+    "reinforce": Loss(reinforce, "no", "no ratio: stale rows give the gradient of another policy's objective"),
+    "ppo_clip": Loss(ppo_clip, "mild", "trust region around the behaviour policy: tokens that moved past it fall silent",
+                     holds_ratio=True, clips="token"),
+    "decoupled_ppo": Loss(ppo_clip, "yes", "trust region around the proximal policy, truncated weight proximal / behaviour",
+                          needs_proximal=True),
+    "is_reinforce": Loss(is_reinforce, "biased", "truncated ratio as a weight, no trust region; a token ratio ignores the prefix",
+                         holds_ratio=True),
+    "cispo": Loss(cispo, "biased", "the same with a clipped weight: every token keeps a gradient", holds_ratio=True, clips="token"),
+    "gspo": Loss(gspo, "mild", "sequence ratio (geometric mean): less noise, but a whole sequence falls silent", holds_ratio=True,
+                 clips="mean"),
+    "topr": Loss(topr, "yes", "positives need no ratio, negatives weigh in [0, 1]: bounded as pi -> 0", holds_ratio=True),
+    "m2po": Loss(m2po, "yes", "clips only as many harmful tokens as the second-moment budget demands", holds_ratio=True),
+    "one_side": Loss(one_side, "yes", "no ratio as a weight, only a mask against going too far", clips="token"),
+    "asymre": Loss(reinforce, "yes", "no ratio: a baseline below the mean keeps the fixed point safe (a pull to the data)"),
+    "tba": Loss(tba, "yes", "squared error of an identity that holds under any sampler", silent_at_zero=False),
+    "sft_positive": Loss(sft_positive, "yes", "imitates successes: no ratio, no negatives; diversity shrinks", needs_score=True,
+                         silent_at_zero=False),
+}
 
 
 def loss_options(kind):
     """{option: default} of a loss kind."""
-    parameters = inspect.signature(_choose(LOSSES, kind, "loss kind")).parameters.values()
+    parameters = inspect.signature(LOSSES[one_of("loss kind", kind, LOSSES)].function).parameters.values()
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
 
 
@@ -543,32 +509,34 @@ RATIO_CORRECTIONS = ("tis_token", "tis_sequence", "mis")
 def correction_weights(kind, proximal_BT, behavior_BT, mask_BT, *, low=None, high=None, ages_B=None,
                        advantages_BT=None):
     """Detached weights (B, T) by CORRECTIONS[kind] from w = proximal / behaviour, 0 where masked; None: the default."""
-    default_low, default_high, _ = _choose(CORRECTIONS, kind, "correction")
+    default_low, default_high, _ = CORRECTIONS[one_of("correction", kind, CORRECTIONS)]
     low, high = default_low if low is None else low, default_high if high is None else high
     what = f"correction {kind!r}"
-    _check_mask(mask_BT)
-    _check(what, mask_BT.shape, proximal_BT=proximal_BT)
-    _check(what, mask_BT.shape, behavior_BT=behavior_BT, finite_under=mask_BT)
+    check_mask(mask_BT)
+    check(what, mask_BT.shape, proximal_BT=proximal_BT)
+    check(what, mask_BT.shape, behavior_BT=behavior_BT, finite_under=mask_BT)
     log_w_BT = log_ratio(proximal_BT, behavior_BT, mask_BT)
     if kind == "none":
         weights_BT = torch.ones_like(log_w_BT)
     elif kind == "tis_token":
         weights_BT = log_w_BT.exp().clamp(low, high)
     elif kind == "tis_sequence":
-        weights_BT = _sequence_log_ratio(log_w_BT).exp().clamp(low, high)
+        weights_BT = sequence_log_ratio(log_w_BT).exp().clamp(low, high)
     elif kind == "mis":
         w_BT = log_w_BT.exp()
         weights_BT = torch.where((w_BT >= low) & (w_BT <= high), w_BT, 0.0)
     elif kind == "geometric":
-        w_B1 = _row_mean(log_w_BT, mask_BT).exp()
+        w_B1 = row_mean(log_w_BT, mask_BT).exp()
         weights_BT = (w_B1 >= low) & (w_B1 <= high)
     elif kind == "sequence_mask":
-        _check(what, mask_BT.shape, advantages_BT=advantages_BT)
-        weights_BT = ~((advantages_BT < 0) & (-_row_mean(log_w_BT, mask_BT) > high))
-    else:
-        _check(what, mask_BT.shape[:1], ages_B=ages_B)
+        check(what, mask_BT.shape, advantages_BT=advantages_BT)
+        weights_BT = ~((advantages_BT < 0) & (-row_mean(log_w_BT, mask_BT) > high))
+    elif kind == "age_discount":
+        check(what, mask_BT.shape[:1], ages_B=ages_B)
         weights_BT = torch.where(ages_B <= high, low ** ages_B.double(), 0.0)[:, None]
-    return _masked(weights_BT.to(log_w_BT.dtype), mask_BT)
+    else:
+        raise no_branch("correction", kind, "correction_weights")
+    return masked(weights_BT.to(log_w_BT.dtype), mask_BT)
 
 
 # ------------------------------------------------------------------------------------------------------------------- KL
@@ -580,12 +548,12 @@ def kl(kind, logprobs, reference, *, ratio=None):
     (DeepSeek-V3.2; token ratios ignore the prefix), ratio = exp(logp - behaviour) *with its gradient*; the others
     ignore `ratio`.
     """
-    function = _choose(KLS, kind, "KL kind")
-    _check(f"KL kind {kind!r}", logprobs.shape, reference=reference)
-    d = _clamp_log_ratio(_real(logprobs) - _real(reference.detach()))
+    function = KLS[one_of("KL kind", kind, KLS)]
+    check(f"KL kind {kind!r}", logprobs.shape, reference=reference)
+    d = clamp_log_ratio(at_least_float32(logprobs) - at_least_float32(reference.detach()))
     if kind != "is_k3":
         return function(d)
-    _check("KL kind 'is_k3'", logprobs.shape, ratio=ratio)
+    check("KL kind 'is_k3'", logprobs.shape, ratio=ratio)
     return ratio * function(d)
 
 
@@ -605,127 +573,108 @@ KLS = {"k1": lambda d: d, "k2": _k2, "k3": _k3, "k3_straight_through": lambda d:
 def value_loss(values_BT, returns_BT, mask_BT, *, old_values_BT=None, clip=None, aggregation="token_mean",
                denominator=None, max_length=None, weights_B=None):
     """(max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, metrics); old: the values when the update began."""
-    _check_mask(mask_BT)
-    _check("value_loss", mask_BT.shape, values_BT=values_BT)
-    _check("value_loss", mask_BT.shape, returns_BT=returns_BT, finite_under=mask_BT)
-    values_BT, returns_BT = _masked(_real(values_BT), mask_BT), _masked(returns_BT.detach(), mask_BT)
+    check_mask(mask_BT)
+    check("value_loss", mask_BT.shape, values_BT=values_BT)
+    check("value_loss", mask_BT.shape, returns_BT=returns_BT, finite_under=mask_BT)
+    values_BT, returns_BT = masked(at_least_float32(values_BT), mask_BT), masked(returns_BT.detach(), mask_BT)
     loss_BT, metrics = (values_BT - returns_BT).square(), {}
     if clip is not None:
-        _check("value clipping", mask_BT.shape, old_values_BT=old_values_BT, finite_under=mask_BT)
-        old_BT = _masked(old_values_BT.detach(), mask_BT)
+        check("value clipping", mask_BT.shape, old_values_BT=old_values_BT, finite_under=mask_BT)
+        old_BT = masked(old_values_BT.detach(), mask_BT)
         clipped_BT = (old_BT + (values_BT - old_BT).clamp(-clip, clip) - returns_BT).square()
         metrics["value_clip_fraction"] = (clipped_BT > loss_BT).sum() / mask_BT.sum().clamp(min=1)
         loss_BT = torch.maximum(loss_BT, clipped_BT)
     loss = aggregate(loss_BT / 2, mask_BT, aggregation, denominator=denominator, max_length=max_length,
                      weights_B=weights_B)
-    return loss, _floats({"value_loss": loss, **metrics})
-
-
-def explained_variance(values_BT, returns_BT, mask_BT):
-    """1 - Var(R - v) / Var(R) over the masked tokens, a float; None where the returns do not vary."""
-    returns_N, values_N = returns_BT[mask_BT].double(), values_BT.detach()[mask_BT].double()
-    if len(returns_N) == 0 or returns_N.max() == returns_N.min():
-        return None
-    return float(1 - (returns_N - values_N).var(correction=0) / returns_N.var(correction=0))
-
-
-# ---------------------------------------------------------------------------------------------------------- diagnostics
-DIAGNOSTICS = ("ratio_mean", "ratio_max", "ratio_min", "max_abs_ratio_minus_1", "ess_token", "ess_sequence", "chi2",
-               "kl_behavior_k1", "kl_behavior_k3", "m2", "clamped", "log_prob_difference_mean",
-               "log_prob_difference_p99", "log_prob_difference_max", "advantage_mean", "nonzero_advantage_rows")
-
-
-@torch.no_grad()
-def diagnostics(logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT):
-    """How far the rows are from the current policy: floats, None where undefined. E ratio != 1 on much data is a bug.
-
-    ess: (sum w)^2 / (n sum w^2) of token or sequence ratios w; chi2: E w^2 - 1; kl_behavior: KL(behaviour || current);
-    m2: E (log w)^2; clamped: count beyond +-20; log_prob_difference: |current - behaviour|.
-    """
-    _check_mask(mask_BT)
-    _check("diagnostics", mask_BT.shape, logprobs_BT=logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT,
-           advantages_BT=advantages_BT)
-    rows_B = mask_BT.any(1)
-    if not rows_B.any():
-        return dict.fromkeys(DIAGNOSTICS)
-    difference_BT = _masked(logprobs_BT.double() - behavior_logprobs_BT.double(), mask_BT)
-    difference_N, advantages_BT = difference_BT[mask_BT], _masked(advantages_BT.double(), mask_BT)
-    log_ratio_N, distance_N = _clamp_log_ratio(difference_N), difference_N.abs()
-    ratio_N, ratio_R = log_ratio_N.exp(), _sequence_log_ratio(_clamp_log_ratio(difference_BT))[rows_B, 0].exp()
-    values = (ratio_N.mean(), ratio_N.max(), ratio_N.min(), (ratio_N - 1).abs().max(),
-              ratio_N.mean() ** 2 / (ratio_N ** 2).mean(), ratio_R.mean() ** 2 / (ratio_R ** 2).mean(),
-              (ratio_N ** 2).mean() - 1, -difference_N.mean(), (ratio_N - 1 - log_ratio_N).mean(),
-              (difference_N ** 2).mean(), (distance_N > LOG_RATIO_LIMIT).sum(), distance_N.mean(),
-              distance_N.kthvalue(math.ceil(0.99 * len(distance_N))).values, distance_N.max(),
-              advantages_BT[mask_BT].mean(), advantages_BT[rows_B].ne(0).any(1).double().mean())
-    floats = _floats(dict(zip(DIAGNOSTICS, values, strict=True)))
-    return {name: value if math.isfinite(value) else None for name, value in floats.items()}
+    return loss, floats({"value_loss": loss, **metrics})
 
 
 # ----------------------------------------------------------------------------------------------------------- algorithms
-def _bundle(note, advantage, loss, aggregation, *, whiten=None, kl_in=None, kl_kind=None, critic=False, **options):
-    return dict(note=note, advantage=advantage, whiten=whiten, critic=critic, loss=loss, loss_options=options,
-                aggregation=aggregation, kl_in=kl_in, kl_kind=kl_kind)
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised. `loss_options` are those of the loss, `stale_options` take their place on data of an older policy."""
+    advantage: str
+    loss: str
+    aggregation: str
+    note: str = ""
+    loss_options: dict = field(default_factory=dict)
+    stale_options: dict = field(default_factory=dict)
+    whiten: bool | None = None  # None: as the advantage does by default
+    kl_in: str | None = None  # "reward" or "loss": where a KL to the reference goes; None: nowhere
+    kl_kind: str | None = None
+    replay_kl_kind: str = "is_k3"  # in the loss of data of an older policy
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    correction: str | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    asymre_shift: float = -0.1
+    advantage_clip: float | None = None
+    value_clip: float | None = None
+    gamma: float = 1.0
+    lam: float = 1.0
 
 
 # ALGO LOGIC: what `--algo NAME` sets; every part can be overridden alone. `kl_in` says where a KL goes once its
 # coefficient, 0 by default, is raised; on replayed rows a KL in the loss should be is_k3 whatever `kl_kind` says.
 ALGORITHMS = {
-    "reinforce++": _bundle("2501.03262: returns whitened over the global batch", "reinforce++", "ppo_clip",
-                           "token_mean", kl_in="reward", kl_kind="k1"),
-    "reinforce++_baseline": _bundle("2501.03262: group mean, then global whitening", "reinforce++_baseline", "ppo_clip",
-                                    "token_mean", kl_in="loss", kl_kind="k2"),
-    "grpo": _bundle("2402.03300: group mean and std", "grpo", "ppo_clip", "seq_mean_token_mean", kl_in="loss",
-                    kl_kind="k3"),
-    "dapo": _bundle("2503.14476: clip-higher, token mean", "grpo", "ppo_clip", "token_mean", eps_high=0.28),
-    "ppo": _bundle("1707.06347: GAE with a critic", "gae", "ppo_clip", "token_mean", whiten=True, critic=True,
-                   kl_in="reward", kl_kind="k1"),
-    "dr_grpo": _bundle("2503.20783: no std, constant denominator", "dr_grpo", "ppo_clip", "constant"),
-    "rloo": _bundle("2402.14740: leave-one-out baseline; with the clipped ratio, so that it can replay", "rloo",
-                    "ppo_clip", "seq_mean_token_sum", kl_in="reward", kl_kind="k1"),
-    "reinforce": _bundle("-A logp with a constant baseline: fresh data only", "reinforce", "reinforce",
-                         "seq_mean_token_sum"),
-    "is_reinforce": _bundle("truncated sequence weight, group mean", "dr_grpo", "is_reinforce", "seq_mean_token_sum",
-                            level="sequence"),
-    "asymre": _bundle("2506.20520, 2604.08706: baseline 0.1 below the group mean, no ratio", "asymre", "asymre",
-                      "seq_mean_token_sum"),
-    "decoupled_ppo": _bundle("2110.00641, 2505.24298: clip around the proximal policy", "grpo", "decoupled_ppo",
-                             "token_mean"),
-    "cispo": _bundle("2506.13585: weight capped at 5, no floor", "grpo", "cispo", "token_mean", eps_low=1.0,
-                     eps_high=4.0),
-    "gspo": _bundle("2507.18071: sequence ratio", "grpo", "gspo", "seq_mean_token_mean"),
-    "topr": _bundle("2503.14286: only negatives are weighted", "dr_grpo", "topr", "seq_mean_token_sum"),
-    "m2po": _bundle("2510.01161: second-moment budget", "grpo", "m2po", "token_mean"),
-    "one_side": _bundle("2509.24203: REC-OneSide-NoIS", "grpo", "one_side", "token_mean"),
-    "tba": _bundle("2503.18929: trajectory balance, needs a reference policy", "dr_grpo", "tba", "seq_mean_token_sum"),
-    "sft_positive": _bundle("2304.06767: imitation of successes", "reinforce", "sft_positive", "token_mean"),
+    "reinforce++": Objective("reinforce++", "ppo_clip", "token_mean", "2501.03262: returns whitened over the global batch",
+                             kl_in="reward", kl_kind="k1"),
+    "reinforce++_baseline": Objective("reinforce++_baseline", "ppo_clip", "token_mean", "2501.03262: group mean, then whitening",
+                                      kl_in="loss", kl_kind="k2"),
+    "grpo": Objective("grpo", "ppo_clip", "seq_mean_token_mean", "2402.03300: group mean and std", kl_in="loss", kl_kind="k3"),
+    "dapo": Objective("grpo", "ppo_clip", "token_mean", "2503.14476: clip-higher, token mean", {"eps_high": 0.28}),
+    # a stale token with A < 0 and a large ratio would dominate the step
+    "ppo": Objective("gae", "ppo_clip", "token_mean", "1707.06347: GAE with a critic", stale_options={"dual_clip": 3.0},
+                     whiten=True, kl_in="reward", kl_kind="k1"),
+    "dr_grpo": Objective("dr_grpo", "ppo_clip", "constant", "2503.20783: no std, constant denominator"),
+    "rloo": Objective("rloo", "ppo_clip", "seq_mean_token_sum", "2402.14740: leave-one-out; the clipped ratio lets it replay",
+                      kl_in="reward", kl_kind="k1"),
+    "reinforce": Objective("reinforce", "reinforce", "seq_mean_token_sum", "-A logp with a constant baseline: fresh data only"),
+    "is_reinforce": Objective("dr_grpo", "is_reinforce", "seq_mean_token_sum", "truncated sequence weight, group mean",
+                              {"level": "sequence"}),
+    "asymre": Objective("asymre", "asymre", "seq_mean_token_sum", "2506.20520, 2604.08706: baseline below the mean, no ratio"),
+    "decoupled_ppo": Objective("grpo", "decoupled_ppo", "token_mean", "2110.00641, 2505.24298: clip around the proximal policy"),
+    "cispo": Objective("grpo", "cispo", "token_mean", "2506.13585: weight capped at 5, no floor", {"eps_low": 1.0, "eps_high": 4.0}),
+    "gspo": Objective("grpo", "gspo", "seq_mean_token_mean", "2507.18071: sequence ratio"),
+    "topr": Objective("dr_grpo", "topr", "seq_mean_token_sum", "2503.14286: only negatives are weighted"),
+    "m2po": Objective("grpo", "m2po", "token_mean", "2510.01161: second-moment budget"),
+    "one_side": Objective("grpo", "one_side", "token_mean", "2509.24203: REC-OneSide-NoIS"),
+    "tba": Objective("dr_grpo", "tba", "seq_mean_token_sum", "2503.18929: trajectory balance, needs a reference policy"),
+    "sft_positive": Objective("reinforce", "sft_positive", "token_mean", "2304.06767: imitation of successes"),
 }
 
 
-@dataclass
-class Objective:
-    """The parts of `--algo` after the overrides of the command line."""
-    advantage: str
-    whiten: bool | None
-    loss: str
-    loss_options: dict
-    aggregation: str
-    kl_in: str | None
-    kl_kind: str | None
-
-
 def objective_of(args) -> Objective:
+    """The bundle of --algo, with what the flags replace of it."""
     bundle = ALGORITHMS[args.algo]
+    loss, advantage = args.loss or bundle.loss, args.advantage or bundle.advantage
     given = {name: getattr(args, name) for name in ("eps_low", "eps_high", "dual_clip") if getattr(args, name) is not None}
-    advantage = args.advantage or bundle["advantage"]
-    return Objective(advantage, bundle["whiten"] if advantage == bundle["advantage"] else None, args.loss or bundle["loss"],
-                     bundle["loss_options"] | given, args.aggregation or bundle["aggregation"],
-                     (args.kl_in or bundle["kl_in"] or "loss") if args.kl_coef else None,
-                     args.kl_kind or bundle["kl_kind"] or "k3")
+    options = loss_options(loss) | bundle.loss_options | given
+    kept = ("replay_kl_kind", "kl_coef", "entropy_coef", "correction", "correction_low", "correction_high", "asymre_shift",
+            "advantage_clip", "value_clip", "gamma", "lam")
+    return replace(
+        bundle, loss=loss, advantage=advantage, aggregation=args.aggregation or bundle.aggregation,
+        loss_options={name: value for name, value in options.items() if name in loss_options(loss)},
+        stale_options={} if "dual_clip" in given else bundle.stale_options,
+        whiten=bundle.whiten if advantage == bundle.advantage else None,
+        kl_in=(args.kl_in or bundle.kl_in or "loss") if args.kl_coef else None, kl_kind=args.kl_kind or bundle.kl_kind or "k3",
+        **{name: getattr(args, name) for name in kept})
 
 
-def zero_advantage_is_silent(args) -> bool:
+def needs_reference(objective) -> bool:
+    return objective.kl_in is not None or "reference_logprobs_BT" in objective.loss_options
+
+
+def zero_advantage_is_silent(objective) -> bool:
     """Whether a row of zero advantages has zero gradient, so that it need not be computed."""
-    objective = objective_of(args)
-    return (objective.kl_in != "loss" and not args.entropy_coef and objective.loss not in ("tba", "sft_positive")
-            and objective.advantage != "gae")
+    return (objective.kl_in != "loss" and not objective.entropy_coef and LOSSES[objective.loss].silent_at_zero
+            and not ADVANTAGES[objective.advantage].needs_values)
+
+
+def clip_range(objective) -> tuple[float, float] | None:
+    """(low, high) of the ratio to the policy that sampled, outside which a token's or a sequence's part of the loss is clipped;
+    None for a loss without a range of its own, or with one that is around another policy or found anew for each step."""
+    if LOSSES[objective.loss].clips is None:
+        return None
+    return 1 - objective.loss_options["eps_low"], 1 + objective.loss_options["eps_high"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
+from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from envs import MissingData
-from losses import token_logprobs_from_hidden
+from losses import at_least_float32
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
 logging.getLogger("transformers.configuration_utils").addFilter(  # Idefics3's own default contradicts itself; ours does not
@@ -95,6 +96,89 @@ def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0, entropy_
                                                        entropy_grad=entropy_grad)
     zeros_BT = torch.zeros(tokens_BT.shape, device=tokens_BT.device)
     return zeros_BT.masked_scatter(mask_BT, logprobs_N), zeros_BT.masked_scatter(mask_BT, entropy_N)
+
+
+def token_logprobs_from_hidden(hidden_ND, head_weight_VD, tokens_N, temperature=1.0, head_bias_V=None, chunk_size=None,
+                               entropy_grad=False):
+    """(log-probs (N,), entropies (N,)), float32, of `tokens_N` under softmax((hidden @ weight.T + bias) / temperature).
+
+    Holds the float32 logits of `chunk_size` tokens at a time and recomputes them in the backward; gradients are exact.
+    Entropies carry a gradient only with `entropy_grad` (for an entropy bonus).
+    """
+    N, V = hidden_ND.shape[0], head_weight_VD.shape[0]
+    if hidden_ND.shape != (N, head_weight_VD.shape[-1]) or tokens_N.shape != (N,):
+        raise ValueError(f"hidden_ND {tuple(hidden_ND.shape)}, head_weight_VD {tuple(head_weight_VD.shape)} and "
+                         f"tokens_N {tuple(tokens_N.shape)} must be (N, D), (V, D) and (N,)")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    chunk_size = chunk_size or max(1024 if hidden_ND.is_cuda else 256, 2**23 // V)  # small vocabularies: one chunk
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        return ChunkedLogProbs.apply(hidden_ND, head_weight_VD, head_bias_V, tokens_N.long(), float(temperature),
+                                      chunk_size, entropy_grad)
+
+
+class ChunkedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, bias_V, tokens_N, temperature, chunk_size, entropy_grad):
+        logprobs_N, entropy_N, logsumexp_N = at_least_float32(hidden_ND.new_empty(3, len(tokens_N))).unbind()
+        for rows in chunks(tokens_N, chunk_size):
+            logits_CV = logits_of(hidden_ND[rows], weight_VD, bias_V, temperature)
+            chosen_C = logits_CV.gather(1, tokens_N[rows, None]).squeeze(1)
+            max_C = logits_CV.amax(1)
+            # e^-100 vanishes in the sums; the clamp keeps 0 * -inf out of the entropy
+            logits_CV.sub_(max_C[:, None]).clamp_(min=-100.0)
+            exp_CV = logits_CV.exp()
+            sum_C = exp_CV.sum(1)
+            logsumexp_N[rows] = max_C + sum_C.log()
+            entropy_N[rows] = sum_C.log() - exp_CV.mul_(logits_CV).sum(1) / sum_C
+            logprobs_N[rows] = chosen_C - logsumexp_N[rows]
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N)
+        ctx.settings = temperature, chunk_size, entropy_grad
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs_N, grad_entropy_N):
+        hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        temperature, chunk_size, entropy_grad = ctx.settings
+        grad_hidden_ND, grad_weight_VD, grad_bias_V = (
+            at_least_float32(torch.zeros_like(tensor)) if needed else None
+            for tensor, needed in zip((hidden_ND, weight_VD, bias_V), ctx.needs_input_grad))
+        for rows in chunks(tokens_N, chunk_size):
+            logprobs_CV = logits_of(hidden_ND[rows], weight_VD, bias_V, temperature).sub_(logsumexp_N[rows, None])
+            grad_C1 = grad_logprobs_N[rows, None]
+            if entropy_grad:  # dH / dlogit = -p (log p + H)
+                slope_CV = logprobs_CV.clamp(min=-100.0).add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])
+                grad_CV = logprobs_CV.exp_().mul_(slope_CV.add_(grad_C1).neg_())
+            else:
+                grad_CV = logprobs_CV.exp_().mul_(-grad_C1)
+            grad_CV.scatter_add_(1, tokens_N[rows, None], grad_C1).div_(temperature)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            grad_CV = grad_CV.to(weight_VD.dtype)
+            if grad_hidden_ND is not None:
+                grad_hidden_ND[rows] = (grad_CV @ weight_VD).to(grad_hidden_ND.dtype)
+            if grad_weight_VD is not None:
+                hidden_CD = hidden_ND[rows].to(weight_VD.dtype)
+                if grad_weight_VD.dtype == weight_VD.dtype:
+                    grad_weight_VD.addmm_(grad_CV.T, hidden_CD)
+                else:
+                    grad_weight_VD += grad_CV.T @ hidden_CD
+        grads = zip((grad_hidden_ND, grad_weight_VD, grad_bias_V), (hidden_ND, weight_VD, bias_V))
+        return *(grad if grad is None else grad.to(like.dtype) for grad, like in grads), None, None, None, None
+
+
+def chunks(tokens_N, size):
+    return [slice(start, start + size) for start in range(0, len(tokens_N), size)]
+
+
+def logits_of(hidden_CD, weight_VD, bias_V, temperature):
+    logits_CV = at_least_float32(hidden_CD.to(weight_VD.dtype) @ weight_VD.T)
+    if bias_V is not None:
+        logits_CV += bias_V
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
 def recompute_layers(module):

@@ -19,8 +19,6 @@ from runtime import ranks
 from runtime.files import fail, read_yaml
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
-ADVANTAGE_KINDS = tuple(kind for kind in losses.ADVANTAGES if kind != "rlep_mixed")  # the loop mixes no groups
-GROUP_MEAN = ("grpo", "dr_grpo", "rloo")  # advantage kinds that are exactly 0 for a group of one or of equal rewards
 
 
 @dataclass
@@ -157,7 +155,7 @@ class Args:
     # ---- objective
     algo: Literal[tuple(losses.ALGORITHMS)] = "grpo"
     """Bundle of advantage, loss, aggregation and KL (python train.py --list shows them); each can be overridden below."""
-    advantage: Literal[ADVANTAGE_KINDS] | None = None
+    advantage: Literal[tuple(losses.ADVANTAGES)] | None = None
     """Advantage kind. None: the algorithm's."""
     loss: Literal[tuple(losses.LOSSES)] | None = None
     """Policy loss. None: the algorithm's."""
@@ -463,6 +461,7 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
                 print(f"--{name.replace('_', '-')} {value:g}: the default for --model {args.model}")
     objective = objective_of(args)
     kind = objective.advantage
+    advantage = losses.ADVANTAGES[kind]
     if args.replay == "none":
         if args.replay_updates and together("replay", "replay_updates"):
             fail(f"--replay none and {flag('replay_updates')} contradict each other: choose --replay uniform, per or fresh, or "
@@ -485,9 +484,9 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"--tau auto sets the age decay of priorities, but {flag('replay')} has none here: use --replay fresh")
     if args.replay == "uniform" and args.replay_sampler == "prioritized":
         fail("--replay uniform and --replay-sampler prioritized contradict each other: use --replay per or fresh")
-    if args.group_size == 1 and (kind in GROUP_MEAN or kind in ("reinforce++_baseline", "asymre")):
+    if args.group_size == 1 and advantage.needs_group:
         fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
-             f"{'the same' if kind == 'asymre' else '0'}; use --group-size 2 or more, or --algo reinforce++")
+             f"{'0' if advantage.group_mean else 'the same'}; use --group-size 2 or more, or --algo reinforce++")
     if not args.fresh_update and not args.replay_updates:
         fail("--fresh-update False without replay updates trains on nothing: set --replay fresh --replay-updates 1")
     for name in ("fresh_epochs", "minibatches"):
@@ -499,20 +498,20 @@ def checked(args: Args, given: set[str], in_config: set[str], config_name: str |
         fail(f"{flag('replay_batch_size')} is larger than {flag('capacity')}: nothing could be drawn")
     if args.replay != "none" and args.min_size > args.capacity:
         fail(f"{flag('min_size')} is larger than {flag('capacity')}: replay would never start")
-    if kind != "gae" and args.replay_advantage == "vtrace":
+    if not advantage.needs_values and args.replay_advantage == "vtrace":
         fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
-    if kind != "gae" and args.priority == "td_error":
+    if not advantage.needs_values and args.priority == "td_error":
         fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
-    if objective.loss in losses.RATIO_LOSSES and args.correction in losses.RATIO_CORRECTIONS:
+    if losses.LOSSES[objective.loss].holds_ratio and args.correction in losses.RATIO_CORRECTIONS:
         fail(f"{flag('correction')}: the loss {objective.loss!r} already holds the ratio to the sampling policy, which must not "
              "count twice; use --loss decoupled_ppo")
     if objective.kl_in == "reward" and objective.kl_kind == "is_k3":
         fail("--kl-kind is_k3 is an estimator for the loss; use --kl-kind k1 in the reward, or --kl-in loss")
-    if objective.loss == "tba" and args.replay_updates and args.unit != "group":
-        fail("--loss tba compares the members of a group, so that replay must draw whole groups: add --unit group and count "
+    if "log_z_B" in objective.loss_options and args.replay_updates and args.unit != "group":
+        fail(f"--loss {objective.loss} compares the members of a group, so that replay must draw whole groups: add --unit group and count "
              "--replay-batch-size and --capacity in groups")
-    if objective.loss == "reinforce" and args.replay_updates and args.correction in (None, "none"):
-        print("note: --loss reinforce has no ratio to the policy that sampled, so replayed episodes bias it (see losses.py)")
+    if losses.LOSSES[objective.loss].replayed == "no" and args.replay_updates and args.correction in (None, "none"):
+        print(f"note: replayed episodes do not suit --loss {objective.loss}: {losses.LOSSES[objective.loss].why}")
     if args.minibatches > args.problems_per_iteration:
         fail(f"{flag('minibatches')} is larger than {flag('problems_per_iteration')}")
     if args.problems_per_iteration > (args.train_problems or math.inf):
@@ -539,7 +538,8 @@ def stores_everything(args: Args) -> bool:
     """Whether episodes whose advantages are all 0 are stored: not where they would never be worth a draw."""
     if args.store_without_signal is not None:
         return args.store_without_signal
-    silent = objective_of(args).advantage in GROUP_MEAN and zero_advantage_is_silent(args)
+    objective = objective_of(args)
+    silent = losses.ADVANTAGES[objective.advantage].group_mean and zero_advantage_is_silent(objective)
     return not (silent and sampler_of(args) == "prioritized")
 
 
@@ -561,9 +561,11 @@ def make_buffer(args: Args) -> ReplayBuffer:
 def list_objectives():
     print("bundles (--algo), and what each sets:")
     for name, bundle in losses.ALGORITHMS.items():
-        options = " ".join(f"{key}={value}" for key, value in bundle["loss_options"].items())
-        print(f"  {name:21} advantage {bundle['advantage']:21} loss {bundle['loss']:14} {bundle['aggregation']:20} {options:28} "
-              f"{bundle['note']}")
-    for flag, parts in (("advantage", ADVANTAGE_KINDS), ("loss", losses.LOSSES), ("aggregation", losses.AGGREGATIONS),
+        options = " ".join(f"{key}={value}" for key, value in bundle.loss_options.items())
+        print(f"  {name:21} advantage {bundle.advantage:21} loss {bundle.loss:14} {bundle.aggregation:20} {options:28} {bundle.note}")
+    print("losses (--loss), and whether replayed data suits them:")
+    for name, loss in losses.LOSSES.items():
+        print(f"  {name:21} {loss.replayed:7} {loss.why}")
+    for flag, parts in (("advantage", losses.ADVANTAGES), ("loss", losses.LOSSES), ("aggregation", losses.AGGREGATIONS),
                         ("correction", losses.CORRECTIONS), ("kl-kind", losses.KLS)):
         print(f"--{flag}: {', '.join(parts)}")

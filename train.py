@@ -36,7 +36,7 @@ from episode import episode_record
 from eval import evaluate
 from judge import add_advantages, has_signal, is_sound, score, shuffle_rewards, td_errors, token_log_ratios
 from look.curves import plot_drift, plot_learning_curves
-from losses import objective_of
+from losses import LOSSES
 from models import load_policy
 from policies import policy_folder
 from policies.chat import Chat
@@ -54,11 +54,11 @@ from runtime.checkpoints import (
 from runtime.files import claim, fail, give_back, taken, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog, drift_record, replay_record
-from runtime.metrics import buffer_stats, drift_metrics, fresh_metrics, outline, replay_metrics, task_averages, under
+from runtime.metrics import buffer_stats, drift_metrics, fresh_metrics, merged, outline, replay_metrics, task_averages, under
 from runtime.setup import code_files, digest_of, finished, problems_of
 from runtime.watch import Watch
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
-from update import CRITIC_METRICS, POLICY_METRICS, make_learner, merged, update
+from update import make_learner, update
 
 # --------------------------------------------------------------------------------------------------------- the loop
 
@@ -276,7 +276,7 @@ def main(args: Args) -> dict:
 
             # ---- update on fresh episodes
             fresh, shuffle = [], rng_of(args, "minibatches", iteration)
-            several = args.fresh_epochs * args.minibatches > 1 and objective_of(args).loss == "decoupled_ppo"
+            several = args.fresh_epochs * args.minibatches > 1 and LOSSES[learner.objective.loss].needs_proximal
             proximal_BT = score(learner.policy, sound, learner) if args.fresh_update and several else None
             for epoch in range(args.fresh_epochs if args.fresh_update else 0):
                 for members in np.array_split(shuffle.permutation(groups), args.minibatches):
@@ -331,18 +331,17 @@ def main(args: Args) -> dict:
             clock.lap("eval")
             ledger.scored(learner.scored)
             ledger.spent(clock.laps, batch.busy, batch.idle)
-            names = POLICY_METRICS + (CRITIC_METRICS if learner.critic is not None else ())
             memory = {"bytes": 0} if buffer is None else \
                 buffer_stats(args, buffer, now()) | drift_metrics(args, buffer, fit)
             equal = fresh[0] if fresh and all(row["policy_step"] == arrived for row in played) else {}  # weights of both sides
             metrics = {
                 **{key: state[key] for key in ("iteration", "step", "episodes", "tokens")},
-                **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer, arrived, oldest) | merged(fresh, names)),
+                **under("fresh", fresh_metrics(played, ranks.total(len(stored)), buffer, arrived, oldest) | merged(fresh)),
                 "fresh/first_max_abs_ratio_minus_1": equal.get("max_abs_ratio_minus_1"),
                 **{f"fresh/sampler_trainer_difference_{key}": equal.get(f"log_prob_difference_{key}")
                    for key in ("mean", "p99", "max")},
                 **under("task", task_averages(played)),
-                **under("replay", merged(replayed, names) | replay_metrics(samples, args)),
+                **under("replay", merged(replayed) | replay_metrics(samples, args)),
                 **under("time", {"buffer_bytes": memory.pop("bytes")}), **under("buffer", memory),
                 **under("problems", memories["problems"].stats(iteration)),
                 **under("eval", {"success": None} | judged | {"start_success": state["start"], "best_success": state["best"]}),
@@ -356,7 +355,7 @@ def main(args: Args) -> dict:
                 shown += [episode_record(chat, iteration, *row, kind="replay") for row in zip(
                     samples[-1].episodes, [None] * args.transcripts, samples[-1].ages, samples[-1].weights,
                     replayed[-1]["log_ratios"])]
-                log.append("replay.jsonl", replay_record(args, iteration, state["step"], buffer, held, samples, replayed))
+                log.append("replay.jsonl", replay_record(args, learner.objective, iteration, state["step"], buffer, held, samples, replayed))
             log.iteration(metrics, shown)
             stopped = ranks.somewhere(interrupt.signal)
             if last or stopped or (args.checkpoint_every and iteration % args.checkpoint_every == 0):

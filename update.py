@@ -3,6 +3,7 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,14 +11,15 @@ from peft import LoraConfig, get_peft_model
 
 from judge import batches_of, idle_row, mask_of, padded, pixels_of, reference_score, score, tokens_read, values_and_rewards
 from losses import (
-    DIAGNOSTICS,
+    ADVANTAGES,
+    LOSSES,
+    Objective,
     aggregate,
     compute_advantages,
-    diagnostics,
-    explained_variance,
     gae,
     kl,
     m2po_bound,
+    needs_reference,
     objective_of,
     policy_loss,
     step_denominator,
@@ -29,12 +31,8 @@ from losses import (
 )
 from models import Critic, recompute_layers, recomputing, token_logprobs
 from runtime import ranks
-from runtime.watch import bad_rows, bad_weights, few, first_bad_module
-
-POLICY_METRICS = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
-                  "clip_fraction_dual", "is_weight", "tba_error", "positive_fraction", "correction_weight",
-                  "entropy", "kl_reference", *DIAGNOSTICS)
-CRITIC_METRICS = ("value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm")
+from runtime.metrics import diagnostics, explained_variance
+from runtime.watch import bad_rows, where_not_finite
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -84,6 +82,7 @@ class Learner:
     """What an update changes and reads. `critic` and `reference` are None where the objective has
     none; under LoRA the reference is the policy without its adapters. `image_processor`: for images only."""
     args: object
+    objective: Objective
     accelerator: object
     policy: torch.nn.Module
     optimizer: MasterAdamW
@@ -110,29 +109,31 @@ def value_targets(learner: Learner, episodes, replayed: bool):
 
     Fresh episodes keep the values of their collection; on replay they are recomputed.
     """
-    args = learner.args
+    objective = learner.objective
     values_BT, rewards_BT = values_and_rewards(learner, episodes)
     mask_BT = mask_of(episodes)
     if not replayed:
         values_BT = padded([episode.values for episode in episodes])
-        return values_BT, gae(rewards_BT, values_BT, mask_BT, gamma=args.gamma, lam=args.lam)[1], None
+        return values_BT, gae(rewards_BT, values_BT, mask_BT, gamma=objective.gamma, lam=objective.lam)[1], None
     log_ratio_BT = torch.zeros_like(values_BT)
-    if args.replay_advantage == "vtrace":
+    if learner.args.replay_advantage == "vtrace":
         log_ratio_BT = score(learner.policy, episodes, learner) - padded([episode.behavior_logprobs for episode in episodes])
-    advantages_BT, targets_BT = vtrace(rewards_BT, values_BT, log_ratio_BT, mask_BT, gamma=args.gamma, lam=args.lam)
+    advantages_BT, targets_BT = vtrace(rewards_BT, values_BT, log_ratio_BT, mask_BT, gamma=objective.gamma,
+                                       lam=objective.lam)
     return values_BT, targets_BT, advantages_BT
 
 
 def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     """(B, T) advantages of a replayed batch: the stored ones, unless a named switch asks for something else."""
-    args = learner.args
-    mask_BT = mask_of(episodes)
-    if args.replay_advantage == "vtrace":
+    how, mask_BT = learner.args.replay_advantage, mask_of(episodes)
+    if how == "vtrace":
         return whitened(vtrace_BT, mask_BT, joined=ranks.joined)
-    if args.replay_advantage == "released":  # again inside the drawn batch: a lone member is 0 before the whitening
+    if how == "released":  # again inside the drawn batch: a lone member is 0 before the whitening
         rewards_B = torch.tensor([episode.reward for episode in episodes])
         groups_B = torch.tensor([episode.group_id for episode in episodes])
         return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True, joined=ranks.joined)
+    if how != "stored":
+        raise ValueError(f"--replay-advantage {how} is allowed, but replay_advantages in update.py has no branch for it: add one")
     return padded([episode.advantages for episode in episodes])
 
 
@@ -142,13 +143,11 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
     Statistics of the whole batch (denominator, M2PO's bound, TBA's log Z, log-probs at the start) are taken here, once, so
     that micro-batches change nothing.
     """
-    args, objective = learner.args, objective_of(learner.args)
+    objective, loss = learner.objective, LOSSES[learner.objective.loss]
     rows = {"tokens": padded([episode.tokens.astype(np.int64) for episode in episodes]),
             "mask": mask_of(episodes),
             "behavior": padded([episode.behavior_logprobs for episode in episodes]),
-            # imitation takes what the task calls a success, whatever the format penalty
-            "rewards": torch.tensor([episode.score if objective.loss == "sft_positive" else episode.reward
-                                     for episode in episodes]),
+            "rewards": torch.tensor([episode.score if loss.needs_score else episode.reward for episode in episodes]),
             "ages": torch.zeros(len(episodes)) if ages is None else torch.as_tensor(ages).float(),
             "weights": torch.ones(len(episodes)) if weights is None else torch.as_tensor(weights)}
     vtrace_BT = None
@@ -156,23 +155,22 @@ def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed
         rows["old_values"], rows["targets"], vtrace_BT = value_targets(learner, episodes, replayed)
     rows["advantages"] = replay_advantages(learner, episodes, vtrace_BT) if replayed else \
         padded([episode.advantages for episode in episodes])
-    if args.advantage_clip is not None:
-        rows["advantages"] = rows["advantages"].clamp(-args.advantage_clip, args.advantage_clip)
-    options = dict(objective.loss_options, correction=args.correction, correction_low=args.correction_low,
-                   correction_high=args.correction_high)
-    if is_old(ages, replayed) and args.algo == "ppo" and args.dual_clip is None:
-        options["dual_clip"] = 3.0  # a stale token with A < 0 and a large ratio would dominate the step
-    if objective.kl_in == "loss" or objective.loss == "tba":
+    if objective.advantage_clip is not None:
+        rows["advantages"] = rows["advantages"].clamp(-objective.advantage_clip, objective.advantage_clip)
+    options = objective.loss_options | (objective.stale_options if is_old(ages, replayed) else {})
+    if objective.kl_in == "loss" or "reference_logprobs_BT" in options:
         rows["reference"] = reference_score(learner, episodes)
-    if objective.loss == "decoupled_ppo":
+    if loss.needs_proximal:
         rows["proximal"] = score(learner.policy, episodes, learner) if proximal_BT is None else proximal_BT
-    if objective.loss in ("m2po", "tba"):
+    if "m2_bound" in options or "log_z_B" in options:
         now_BT = score(learner.policy, episodes, learner)
-    if objective.loss == "m2po":
-        options["m2_bound"] = m2po_bound(*map(ranks.stacked, (now_BT, rows["behavior"], rows["advantages"], rows["mask"])))
-    if objective.loss == "tba":
+    if "m2_bound" in options:
+        options["m2_bound"] = m2po_bound(*map(ranks.stacked, (now_BT, rows["behavior"], rows["advantages"], rows["mask"])),
+                                         m2_budget=options["m2_budget"])
+    if "log_z_B" in options:
         groups_B = torch.tensor([episode.group_id for episode in episodes])
-        rows["log_z"] = tba_log_z(now_BT, rows["reference"], rows["rewards"], groups_B, rows["mask"])
+        rows["log_z"] = tba_log_z(now_BT, rows["reference"], rows["rewards"], groups_B, rows["mask"],
+                                  tba_beta=options["tba_beta"])
     return rows, options
 
 
@@ -183,33 +181,34 @@ def is_old(ages, replayed: bool) -> bool:
 
 def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, old: bool):
     """(loss of the policy, loss of the critic or None, log-probs (B, T), sums of metrics over tokens) of a micro-batch."""
-    args, objective = learner.args, objective_of(learner.args)
+    objective = learner.objective
     mask_BT, weights_B, aggregation = batch["mask"], batch["weights"], objective.aggregation
-    logprobs_BT, entropy_BT = ranks.forward(token_logprobs, learner.policy, batch["tokens"], mask_BT, args.temperature,
-                                            bool(args.entropy_coef), batch["pixels"])
-    if objective.loss == "tba":
-        options = options | {"reference_logprobs_BT": batch["reference"], "log_z_B": batch["log_z"]}
+    logprobs_BT, entropy_BT = ranks.forward(token_logprobs, learner.policy, batch["tokens"], mask_BT,
+                                            learner.args.temperature, bool(objective.entropy_coef), batch["pixels"])
+    tensors = {"reference_logprobs_BT": batch.get("reference"), "log_z_B": batch.get("log_z"), "rewards_B": batch["rewards"]}
+    options = options | {name: tensor for name, tensor in tensors.items() if name in options}
     # ALGO LOGIC: the objective of fresh and replayed episodes alike; ratio = current / behaviour (or / proximal)
     loss, part = policy_loss(objective.loss, logprobs_BT, batch["behavior"], batch["advantages"], mask_BT,
                              proximal_logprobs_BT=batch.get("proximal"), weights_B=weights_B, ages_B=batch["ages"],
-                             rewards_B=batch["rewards"], aggregation=aggregation, **per_step, **options)
+                             correction=objective.correction, correction_low=objective.correction_low,
+                             correction_high=objective.correction_high, aggregation=aggregation, **per_step, **options)
     tokens = int(mask_BT.sum())
     sums = {name: tokens * value for name, value in part.items() if name not in ("loss", "clamped")}
     sums |= {"tokens_trained": tokens, "entropy": entropy_BT.sum().item(),
              "clip_fraction": sums.get("clip_fraction_low", 0.0) + sums.get("clip_fraction_high", 0.0),
              "correction_weight": sums.get("correction_weight", tokens)}
     if objective.kl_in == "loss":  # samples of an older policy need the ratio
-        kind = args.replay_kl_kind if old else objective.kl_kind
+        kind = objective.replay_kl_kind if old else objective.kl_kind
         kl_BT = kl(kind, logprobs_BT, batch["reference"], ratio=(logprobs_BT - batch["behavior"]).clamp(-20, 20).exp())
-        loss = loss + args.kl_coef * aggregate(kl_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
+        loss = loss + objective.kl_coef * aggregate(kl_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
         sums["kl_reference"] = kl_BT.sum().item()
-    if args.entropy_coef:
-        loss = loss - args.entropy_coef * aggregate(entropy_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
+    if objective.entropy_coef:
+        loss = loss - objective.entropy_coef * aggregate(entropy_BT, mask_BT, aggregation, weights_B=weights_B, **per_step)
     critic_loss = None
     if learner.critic is not None:
         values_BT = learner.critic(batch["tokens"], mask_BT, batch["pixels"])
         critic_loss, part = value_loss(values_BT, batch["targets"], mask_BT, weights_B=weights_B,
-                                       old_values_BT=batch["old_values"], clip=args.value_clip, aggregation=aggregation,
+                                       old_values_BT=batch["old_values"], clip=objective.value_clip, aggregation=aggregation,
                                        **per_step)
         sums["value_clip_fraction"] = tokens * part.get("value_clip_fraction", 0.0)
     return loss, critic_loss, logprobs_BT.detach().cpu(), sums
@@ -224,13 +223,13 @@ def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=N
     `proximal_BT`, for decoupled_ppo, are the log-probs when the batch's first update began, None: now. All micro-batches
     share one denominator. Rows that can add nothing to the gradient count in it but are not computed.
     """
-    args, objective = learner.args, objective_of(learner.args)
+    args, objective = learner.args, learner.objective
     rows, options = step_inputs(learner, episodes, weights, ages, proximal_BT, replayed)
     longest = args.max_turns * args.max_new_tokens
     per_step = {"max_length": longest, "denominator": step_denominator(rows["mask"], objective.aggregation, max_length=longest,
                                                                        total=ranks.total)}
     signal_B = rows["advantages"].ne(0).any(1)
-    chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(args) else torch.arange(len(episodes))
+    chosen = signal_B.nonzero().flatten() if zero_advantage_is_silent(objective) else torch.arange(len(episodes))
     order, seen, totals = [], [], dict.fromkeys(("loss", "tokens_trained", "tokens_computed"), 0)
     bad = [text for name, tensor in rows.items() if (text := bad_rows(name, tensor, episodes))]
     passes = batches_of(learner, [episodes[row] for row in chosen])
@@ -296,7 +295,8 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
         checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
     metrics["nonfinite"] = int(bool(metrics["bad"]) or not all(map(math.isfinite, checked)))
     if metrics["nonfinite"]:
-        metrics["where"] = where_not_finite(learner, episodes, metrics, weights, ages, proximal_BT, replayed)
+        metrics["where"] = where_not_finite(learner, metrics, partial(score, learner.policy, episodes, learner),
+                                            partial(gradients, learner, episodes, weights, ages, proximal_BT, replayed))
     metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
@@ -311,49 +311,12 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     return metrics
 
 
-def where_not_finite(learner: Learner, episodes, metrics: dict, *step) -> str:
-    """Where an update stopped being finite, the first place in the order of the computation: weights, what the step was given,
-    modules, log-probs, loss, gradients."""
-    if ranks.sharded():  # each process sees a part: no place that all of them agree on
-        return "; ".join(metrics["bad"][:2]) or "the loss or a gradient"
-    models = {"policy": learner.policy} | ({"critic": learner.critic} if learner.critic is not None else {})
-    for name, model in models.items():
-        if found := bad_weights(model, name):
-            return found
-    if metrics["bad"]:
-        module = first_bad_module(learner.policy, lambda: score(learner.policy, episodes, learner)) \
-            if metrics["bad"][0].startswith("log-probs") else None
-        return "; ".join(([f"output of {module}"] if module else []) + metrics["bad"][:2])
-    for name in ("loss", "value_loss"):
-        if not math.isfinite(metrics.get(name, 0.0)):
-            return f"{name.replace('_', ' ')} ({objective_of(learner.args).loss}), of finite log-probs and advantages"
-    for optimizer in learner.optimizers().values():
-        optimizer.zero_grad()
-    gradients(learner, episodes, *step)  # again: the clipping made all of them NaN
-    for name, model in models.items():  # the last one is where it starts: gradients come from the end
-        bad = [key for key, parameter in model.named_parameters()
-               if parameter.grad is not None and not bool(parameter.grad.isfinite().all())]
-        if bad:
-            return f"gradient of {name} {few(bad[::-1])}, of a finite loss"
-    return "the norm of finite gradients"
-
-
-def merged(updates: list[dict], names) -> dict:
-    """The metrics of an iteration's updates as one: sums of counts, extremes of extremes, means of the rest."""
-    result = {}
-    for name in names:
-        values = [metrics[name] for metrics in updates if metrics.get(name) is not None]
-        if name in ("steps", "tokens_trained", "without_signal", "nonfinite", "clamped"):
-            result[name] = sum(values)
-        else:
-            how = max if "max" in name else min if "min" in name else np.mean
-            result[name] = float(how(values)) if values else None
-    return result
-
-
 def learning_rate_factor(args):
     """step -> share of --lr: linear warm-up, then the schedule over all planned steps, and flat after its end."""
     fresh = args.fresh_update * args.fresh_epochs * args.minibatches
+    if args.lr_schedule not in ("constant", "linear", "cosine"):
+        raise ValueError(f"--lr-schedule {args.lr_schedule} is allowed, but learning_rate_factor in update.py has no branch for it: "
+                         "add one")
     planned = args.iterations * (fresh + args.replay_updates * (args.lr_steps == "all"))
 
     def factor(step):
@@ -376,7 +339,7 @@ def make_learner(args, policy, image_processor=None) -> Learner:
         return module, MasterAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     reference = None
-    if (objective.kl_in or objective.loss == "tba") and not args.lora_rank:  # under LoRA it is the policy without adapters
+    if needs_reference(objective) and not args.lora_rank:  # under LoRA it is the policy without adapters
         reference = placed(copy.deepcopy(policy).requires_grad_(False))
     if args.lora_rank:
         with torch.random.fork_rng(devices=[]):
@@ -385,7 +348,7 @@ def make_learner(args, policy, image_processor=None) -> Learner:
                                                        target_modules="all-linear", task_type="CAUSAL_LM")).eval()
     if args.gradient_checkpointing:
         recompute_layers(policy)
-    critic = prepared(Critic(policy), args.critic_lr) if objective.advantage == "gae" else (None, None)
+    critic = prepared(Critic(policy), args.critic_lr) if ADVANTAGES[objective.advantage].needs_values else (None, None)
     policy, optimizer = prepared(policy, args.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
-    return Learner(args, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)
+    return Learner(args, objective, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)

@@ -21,10 +21,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import losses  # noqa: E402
+import models  # noqa: E402
 
 
 def chunked(hidden_ND, weight_VD, tokens_N):
-    return losses.token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N)[0]
+    return models.token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N)[0]
 
 
 def plain(hidden_ND, weight_VD, tokens_N):

@@ -95,7 +95,7 @@ def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, proc
                gradient_checkpointing: bool = True, kl: bool = False, critic: bool = False, chunk: int = 1024,
                engine_tokens: int = 65536) -> dict[str, float]:
     """GiB of each part on each of `processes` GPUs, and the peaks `training` and `sampling`. `tokens`: of each of several
-    micro-batches; `chunk`: of losses.token_logprobs_from_hidden; `engine_tokens`: keys and values that the engine should hold, 0:
+    micro-batches; `chunk`: of models.token_logprobs_from_hidden; `engine_tokens`: keys and values that the engine should hold, 0:
     none is there.
     """
     width = {"bfloat16": 2, "float32": 4}[dtype]

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from episode import with_files
+from losses import LOSSES, clip_range
 from runtime import ranks
 from runtime.files import finite_or_none, write_whole
 
@@ -97,20 +98,31 @@ def cut(path: Path, done: int):
     os.replace(temporary, path)
 
 
-def replay_record(args, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
+def clipped_share(objective, log_ratio_N) -> float | None:
+    """Share of an episode's tokens whose ratio is outside the loss's clip range: all or none of them where it is the sequence's;
+    None for a loss that has no such range."""
+    limits = clip_range(objective)
+    if limits is None:
+        return None
+    if LOSSES[objective.loss].clips == "mean":
+        log_ratio_N = log_ratio_N.mean(keepdims=True)
+    ratio_N = np.exp(log_ratio_N)
+    return float(((ratio_N < limits[0]) | (ratio_N > limits[1])).mean())
+
+
+def replay_record(args, objective, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
     """A line of replay.jsonl: what the buffer `held` by age before the draws, and each drawn episode's age, weight, number of
-    sampled tokens, mean token ratio and mean of its square, share of tokens outside the clip range, and k3 estimate of
-    KL(behaviour || current) a token (the last four None: it had no signal)."""
+    sampled tokens, mean token ratio and mean of its square, share of tokens outside the loss's clip range (None: it has none), and
+    k3 estimate of KL(behaviour || current) a token (the last four None: it had no signal)."""
     drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "ratio_square", "clip_fraction", "kl")}
-    low, high = args.eps_low or 0.2, args.eps_high or 0.2
     for sample, metrics in zip(samples, updates):
         for episode, age, weight, log_ratios in zip(sample.episodes, sample.ages, sample.weights, metrics["log_ratios"]):
             numbers = (None,) * 4
             if log_ratios is not None:
                 log_ratio_N = np.clip(log_ratios[episode.action_mask], -20, 20).astype(np.float64)
                 ratio_N = np.exp(log_ratio_N)
-                outside_N = (ratio_N < 1 - low) | (ratio_N > 1 + high)
-                numbers = [float(value.mean()) for value in (ratio_N, ratio_N**2, outside_N, ratio_N - 1 - log_ratio_N)]
+                means = [float(value.mean()) for value in (ratio_N, ratio_N**2, ratio_N - 1 - log_ratio_N)]
+                numbers = [*means[:2], clipped_share(objective, log_ratio_N), means[2]]
             for name, value in zip(drawn, (int(age), float(weight), int(episode.advantages.any()),
                                            int(episode.action_mask.sum()), *numbers)):
                 drawn[name].append(value if value is None else round(value, 6))

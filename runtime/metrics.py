@@ -1,10 +1,85 @@
-"""What the loop logs beside the update's own metrics: of all ranks, as plain numbers."""
+"""What the loop logs: of the updates and beside them, of all ranks, as plain numbers."""
+import math
+
 import numpy as np
+import torch
 
 from buffer import use_stats
 from episode import PLAYED
 from judge import has_signal
+from losses import LOG_RATIO_LIMIT, check, check_mask, clamp_log_ratio, floats, masked, sequence_log_ratio
 from runtime import ranks
+
+
+# ------------------------------------------------------------------------------------------------------- an update
+
+
+DIAGNOSTICS = ("ratio_mean", "ratio_max", "ratio_min", "max_abs_ratio_minus_1", "ess_token", "ess_sequence", "chi2",
+               "kl_behavior_k1", "kl_behavior_k3", "m2", "clamped", "log_prob_difference_mean",
+               "log_prob_difference_p99", "log_prob_difference_max", "advantage_mean", "nonzero_advantage_rows")
+
+
+@torch.no_grad()
+def diagnostics(logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT):
+    """How far the rows are from the current policy: floats, None where undefined. E ratio != 1 on much data is a bug.
+
+    ess: (sum w)^2 / (n sum w^2) of token or sequence ratios w; chi2: E w^2 - 1; kl_behavior: KL(behaviour || current);
+    m2: E (log w)^2; clamped: count beyond +-20; log_prob_difference: |current - behaviour|.
+    """
+    check_mask(mask_BT)
+    check("diagnostics", mask_BT.shape, logprobs_BT=logprobs_BT, behavior_logprobs_BT=behavior_logprobs_BT,
+           advantages_BT=advantages_BT)
+    rows_B = mask_BT.any(1)
+    if not rows_B.any():
+        return dict.fromkeys(DIAGNOSTICS)
+    difference_BT = masked(logprobs_BT.double() - behavior_logprobs_BT.double(), mask_BT)
+    difference_N, advantages_BT = difference_BT[mask_BT], masked(advantages_BT.double(), mask_BT)
+    log_ratio_N, distance_N = clamp_log_ratio(difference_N), difference_N.abs()
+    ratio_N, ratio_R = log_ratio_N.exp(), sequence_log_ratio(clamp_log_ratio(difference_BT))[rows_B, 0].exp()
+    values = (ratio_N.mean(), ratio_N.max(), ratio_N.min(), (ratio_N - 1).abs().max(),
+              ratio_N.mean() ** 2 / (ratio_N ** 2).mean(), ratio_R.mean() ** 2 / (ratio_R ** 2).mean(),
+              (ratio_N ** 2).mean() - 1, -difference_N.mean(), (ratio_N - 1 - log_ratio_N).mean(),
+              (difference_N ** 2).mean(), (distance_N > LOG_RATIO_LIMIT).sum(), distance_N.mean(),
+              distance_N.kthvalue(math.ceil(0.99 * len(distance_N))).values, distance_N.max(),
+              advantages_BT[mask_BT].mean(), advantages_BT[rows_B].ne(0).any(1).double().mean())
+    finite = floats(dict(zip(DIAGNOSTICS, values, strict=True)))
+    return {name: value if math.isfinite(value) else None for name, value in finite.items()}
+
+
+def explained_variance(values_BT, returns_BT, mask_BT):
+    """1 - Var(R - v) / Var(R) over the masked tokens, a float; None where the returns do not vary."""
+    returns_N, values_N = returns_BT[mask_BT].double(), values_BT.detach()[mask_BT].double()
+    if len(returns_N) == 0 or returns_N.max() == returns_N.min():
+        return None
+    return float(1 - (returns_N - values_N).var(correction=0) / returns_N.var(correction=0))
+
+
+# ------------------------------------------------------------------------------------------- an iteration's updates
+
+
+EVERY_UPDATE = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
+                "correction_weight", "entropy", *DIAGNOSTICS)  # None in iterations without an update, so that curves have gaps there
+SUMMED = ("steps", "tokens_trained", "tokens_computed", "without_signal", "nonfinite", "clamped")
+
+
+def merged(updates: list[dict]) -> dict:
+    """All metrics of an iteration's updates that are numbers, as one: sums of counts, extremes of extremes, means of the rest."""
+    numbers = {name: [] for name in EVERY_UPDATE}
+    for metrics in updates:
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                numbers.setdefault(name, []).append(value)
+    result = {}
+    for name, values in numbers.items():
+        if name in SUMMED:
+            result[name] = sum(values)
+        else:
+            how = max if "max" in name else min if "min" in name else np.mean
+            result[name] = float(how(values)) if values else None
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- an iteration
 
 
 def under(name: str, metrics: dict) -> dict:

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from runtime import ranks
 from runtime.files import NotFinite
 
 # ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
@@ -70,6 +71,32 @@ def first_bad_module(model, forward) -> str | None:
         for handle in handles:
             handle.remove()
     return found[0] if found else None
+
+
+def where_not_finite(learner, metrics: dict, forward, gradients) -> str:
+    """Where an update stopped being finite, the first place in the order of the computation: weights, what the step was given,
+    modules, log-probs, loss, gradients. `forward()` and `gradients()` compute log-probs and gradients of its episodes again."""
+    if ranks.sharded():  # each process sees a part: no place that all of them agree on
+        return "; ".join(metrics["bad"][:2]) or "the loss or a gradient"
+    models = {"policy": learner.policy} | ({"critic": learner.critic} if learner.critic is not None else {})
+    for name, model in models.items():
+        if found := bad_weights(model, name):
+            return found
+    if metrics["bad"]:
+        module = first_bad_module(learner.policy, forward) if metrics["bad"][0].startswith("log-probs") else None
+        return "; ".join(([f"output of {module}"] if module else []) + metrics["bad"][:2])
+    for name in ("loss", "value_loss"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            return f"{name.replace('_', ' ')} ({learner.objective.loss}), of finite log-probs and advantages"
+    for optimizer in learner.optimizers().values():
+        optimizer.zero_grad()
+    gradients()  # again: the clipping made all of them NaN
+    for name, model in models.items():  # the last one is where it starts: gradients come from the end
+        bad = [key for key, parameter in model.named_parameters()
+               if parameter.grad is not None and not bool(parameter.grad.isfinite().all())]
+        if bad:
+            return f"gradient of {name} {few(bad[::-1])}, of a finite loss"
+    return "the norm of finite gradients"
 
 
 # --------------------------------------------------------------------------------------------------- told once

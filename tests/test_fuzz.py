@@ -30,15 +30,14 @@ from losses import (
     KLS,
     LOSSES,
     RATIO_CORRECTIONS,
-    RATIO_LOSSES,
     compute_advantages,
-    diagnostics,
     kl,
     policy_loss,
 )
 from rollout import collect
 from runtime.files import finite_or_none
-from settings import ADVANTAGE_KINDS, Args, checked, parse_args
+from runtime.metrics import diagnostics
+from settings import Args, checked, parse_args
 from tasks import maths, search_qa
 from train import main
 
@@ -83,7 +82,7 @@ class Task:
     def render(self):
         return ""
 '''
-ONE_OF = {name: list(table) for name, table in (("advantage", ADVANTAGE_KINDS), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
+ONE_OF = {name: list(table) for name, table in (("advantage", ADVANTAGES), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
                                                 ("correction", CORRECTIONS), ("kl_kind", KLS), ("replay_kl_kind", KLS))}
 VALUES = {
     "algo": list(ALGORITHMS), **ONE_OF, "eps_low": [0.1, 0.9], "eps_high": [0.3, 4.0], "dual_clip": [2.0],
@@ -293,7 +292,7 @@ def random_rows(seed: int, scale: float):
       kind=st.sampled_from(list(LOSSES)), aggregation=st.sampled_from(list(AGGREGATIONS)),
       correction=st.sampled_from([None, *CORRECTIONS]))
 def losses_are_finite(seed, scale, kind, aggregation, correction):
-    if kind in RATIO_LOSSES and correction in RATIO_CORRECTIONS:
+    if LOSSES[kind].holds_ratio and correction in RATIO_CORRECTIONS:
         correction = None
     logprobs_BT, behavior_BT, advantages_BT, mask_BT, rewards_B, groups_B = random_rows(seed, scale)
     options = {"rewards_B": rewards_B, "group_ids_B": groups_B, "reference_logprobs_BT": behavior_BT - 0.1, "max_length": 8,
@@ -331,7 +330,7 @@ def advantages_are_finite(seed, kind, size, lost):
     _, _, values_BT, mask_BT, rewards_B, groups_B = random_rows(seed, 1.0)
     mask_BT[:, 0] |= ~mask_BT.any(1)  # rewards need a token to stand at
     rewards_B = rewards_B.round(decimals=1) * size
-    per_token = kind in ("reinforce++", "gae")
+    per_token = ADVANTAGES[kind].per_token
     rewards = torch.zeros(mask_BT.shape)
     last_B = mask_BT.shape[1] - 1 - mask_BT.flip(1).int().argmax(1)
     rewards[torch.arange(len(rewards)), last_B] = rewards_B
@@ -341,7 +340,7 @@ def advantages_are_finite(seed, kind, size, lost):
     advantages_BT = compute_advantages(kind, rewards, groups_B, mask_BT, values_BT=values_BT)
     assert advantages_BT.isfinite().all() and not advantages_BT[~mask_BT].any()
     assert not lost or not advantages_BT[0].any()
-    if kind in ("grpo", "dr_grpo", "rloo"):
+    if ADVANTAGES[kind].group_mean:
         for group in groups_B.unique():
             members = rewards_B[(groups_B == group) & ~rewards.isnan()]
             if len(members) == 0 or members.max() == members.min():

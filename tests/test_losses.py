@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 import losses
 from losses import ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSSES
+from runtime import metrics as measures
+from runtime.log import clipped_share
+from settings import Args
 
 torch.set_num_threads(1)
 NAN = float("nan")
-GROUP_KINDS = ["grpo", "dr_grpo", "rloo", "asymre", "rlep_mixed", "reinforce++_baseline"]
+GROUP_KINDS = ["grpo", "dr_grpo", "rloo", "asymre", "reinforce++_baseline"]
 
 
 def mask_of(rows):
@@ -53,7 +56,7 @@ def test_uneven_groups_not_the_batch_and_not_only_the_first():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_and_singletons_are_exactly_zero(reward, dtype):
     # 0.1 + 0.1 + 0.1 != 0.3 in binary: a std of 1e-17 must not become an advantage
-    for kind, size in itertools.product(("grpo", "dr_grpo", "rloo", "rlep_mixed"), (2, 3, 6, 7, 11)):
+    for kind, size in itertools.product(("grpo", "dr_grpo", "rloo"), (2, 3, 6, 7, 11)):
         rewards_B, groups_B = torch.full((size + 1,), reward, dtype=dtype), torch.tensor([0] * size + [1])
         mask_BT = torch.ones(size + 1, 1, dtype=torch.bool)
         got = losses.compute_advantages(kind, rewards_B, groups_B, mask_BT, std_floor=0.0 if kind == "rloo" else 1e-18)
@@ -71,10 +74,10 @@ def test_nan_reward_does_not_poison_its_group():
         advantages_B("grpo", [1.0, NAN, 0.0, 1.0], [0] * 4)[[0, 2, 3]], advantages_B("grpo", [1.0, 0.0, 1.0], [0] * 3)
     )
     for kind in ADVANTAGES:
-        per_token = kind in ("reinforce++", "gae")
+        per_token = ADVANTAGES[kind].per_token
         rewards = torch.tensor([1.0, NAN, 0.0, 1.0])
         rewards = rewards[:, None] if per_token else rewards
-        options = {"values_BT": torch.zeros(4, 1)} if kind == "gae" else {}
+        options = {"values_BT": torch.zeros(4, 1)} if ADVANTAGES[kind].needs_values else {}
         advantages = losses.compute_advantages(
             kind, rewards, torch.zeros(4, dtype=torch.long), torch.ones(4, 1, dtype=torch.bool), **options
         )
@@ -122,10 +125,10 @@ def test_group_advantages_against_an_oracle(data, kind):
     assert moved.tolist() == pytest.approx(got[list(order)].tolist(), abs=1e-6)
 
 
-def test_rlep_group_counts_replayed_answers():
+def test_a_group_may_count_replayed_answers():  # RLEP 2507.07451: group ids name problems
     # 2 fresh failures alone have no signal; with one replayed success of the same problem they do
-    assert advantages_B("rlep_mixed", [0.0, 0.0], [3, 3]).tolist() == [0.0, 0.0]
-    mixed = advantages_B("rlep_mixed", [0.0, 0.0, 1.0], [3, 3, 3])
+    assert advantages_B("grpo", [0.0, 0.0], [3, 3]).tolist() == [0.0, 0.0]
+    mixed = advantages_B("grpo", [0.0, 0.0, 1.0], [3, 3, 3])
     assert mixed.tolist() == pytest.approx([-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)])
 
 
@@ -236,12 +239,12 @@ def test_gae_and_vtrace_against_their_definitions(seed, gamma, lam):
 def test_a_fully_masked_row_changes_nothing_and_gets_zero():
     mask_BT = mask_of([[1, 1, 0], [0, 1, 1], [0, 0, 0]])
     for kind in ADVANTAGES:
-        per_token = kind in ("reinforce++", "gae")
+        per_token = ADVANTAGES[kind].per_token
         rewards = reward_rows(mask_BT, [1.0, 0.0, 0.0]) if per_token else torch.tensor([1.0, 0.0, 5.0])
         groups = torch.tensor([0, 0, 1])
-        options = {"values_BT": torch.full((3, 3), 0.3)} if kind == "gae" else {}
+        options = {"values_BT": torch.full((3, 3), 0.3)} if ADVANTAGES[kind].needs_values else {}
         got = losses.compute_advantages(kind, rewards, groups, mask_BT, **options)
-        options = {"values_BT": torch.full((2, 3), 0.3)} if kind == "gae" else {}
+        options = {"values_BT": torch.full((2, 3), 0.3)} if ADVANTAGES[kind].needs_values else {}
         alone = losses.compute_advantages(kind, rewards[:2], groups[:2], mask_BT[:2], **options)
         assert torch.equal(got[:2], alone) and (got[2] == 0).all(), kind
         assert got.dtype == torch.float32 and (got[~mask_BT] == 0).all()
@@ -611,7 +614,7 @@ def test_mean_of_means():
 def test_ratio_against_stored_behaviour():
     # AReaL 201: stored -2, now -1: the ratio is e, not 1
     one = torch.ones(1, 1, dtype=torch.bool)
-    report = losses.diagnostics(torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[1.0]]), one)
+    report = measures.diagnostics(torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[1.0]]), one)
     assert report["ratio_mean"] == pytest.approx(math.e)
     loss, metrics = losses.policy_loss(
         "ppo_clip", torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[1.0]]), one
@@ -655,7 +658,7 @@ def test_masked_positions_may_hold_anything():
     dirty_loss, _ = losses.policy_loss("ppo_clip", **dirty)
     dirty_loss.backward()
     assert dirty_loss.item() == loss.item() and dirty["logprobs_BT"].grad.isfinite().all()
-    assert losses.diagnostics(**dirty) == losses.diagnostics(**data)
+    assert measures.diagnostics(**dirty) == measures.diagnostics(**data)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -677,7 +680,7 @@ def test_log_ratios_are_clamped_and_counted():
     )
     assert metrics["clamped"] == 2.0
     assert loss.item() == pytest.approx(-(math.exp(20) + math.exp(-20) * 60 + 2) / 3)
-    report = losses.diagnostics(logprobs_BT, torch.tensor([[-50.0, -1.0, -2.0]]), torch.ones(1, 3), mask_BT)
+    report = measures.diagnostics(logprobs_BT, torch.tensor([[-50.0, -1.0, -2.0]]), torch.ones(1, 3), mask_BT)
     assert report["clamped"] == 2.0 and report["ratio_max"] == pytest.approx(math.exp(20))
     assert report["log_prob_difference_max"] == 59.0
 
@@ -835,7 +838,7 @@ def test_corrections_in_the_loss():
         gradient("ppo_clip", data, weights_B=0.5 ** ages_B.double()))
 
 
-@pytest.mark.parametrize("kind", losses.RATIO_LOSSES)
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if LOSSES[kind].holds_ratio])
 @pytest.mark.parametrize("correction", losses.RATIO_CORRECTIONS)
 def test_a_ratio_never_counts_twice(kind, correction):
     with pytest.raises(ValueError, match="decoupled_ppo"):
@@ -919,16 +922,16 @@ def test_value_loss():
 
 def test_explained_variance():
     returns_BT, mask_BT = torch.tensor([[0.0, 1.0, 2.0, 50.0]]), mask_of([[1, 1, 1, 0]])
-    assert losses.explained_variance(returns_BT, returns_BT, mask_BT) == 1.0
-    assert losses.explained_variance(torch.ones(1, 4), returns_BT, mask_BT) == 0.0
-    assert losses.explained_variance(returns_BT, torch.ones(1, 4), mask_BT) is None
+    assert measures.explained_variance(returns_BT, returns_BT, mask_BT) == 1.0
+    assert measures.explained_variance(torch.ones(1, 4), returns_BT, mask_BT) == 0.0
+    assert measures.explained_variance(returns_BT, torch.ones(1, 4), mask_BT) is None
 
 
 def test_diagnostics_by_hand():
     mask_BT = mask_of([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
     behavior_BT = torch.tensor([[-2.0, -2.0, 0.0], [-2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     w = torch.tensor([[2.0, 0.5, 1.0], [3.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    got = losses.diagnostics(
+    got = measures.diagnostics(
         behavior_BT + w.log(), behavior_BT, torch.tensor([[1.0, -0.5, 7], [0, 7, 7], [7, 7, 7]]), mask_BT
     )
     ln = math.log
@@ -949,25 +952,25 @@ def test_diagnostics_by_hand():
         "log_prob_difference_max": ln(3),
         "advantage_mean": 0.5 / 3,
         "nonzero_advantage_rows": 0.5}
-    assert got == pytest.approx(expected, rel=1e-5) and tuple(got) == losses.DIAGNOSTICS
+    assert got == pytest.approx(expected, rel=1e-5) and tuple(got) == measures.DIAGNOSTICS
     assert all(type(value) is float for value in got.values())
 
 
 def test_diagnostics_limits_and_undefined():
     mask_BT = torch.ones(50, 1, dtype=torch.bool)
     behavior_BT = torch.full((50, 1), -3.0)
-    same = losses.diagnostics(behavior_BT, behavior_BT, torch.zeros(50, 1), mask_BT)
+    same = measures.diagnostics(behavior_BT, behavior_BT, torch.zeros(50, 1), mask_BT)
     assert same["ess_token"] == same["ess_sequence"] == same["ratio_mean"] == 1.0 and same["chi2"] == same["m2"] == 0.0
     dominant_BT = behavior_BT.clone()
     dominant_BT[0] = 14.0
-    assert losses.diagnostics(dominant_BT, behavior_BT, behavior_BT, mask_BT)["ess_sequence"] == pytest.approx(
+    assert measures.diagnostics(dominant_BT, behavior_BT, behavior_BT, mask_BT)["ess_sequence"] == pytest.approx(
         1 / 50, rel=1e-4
     )
-    empty = losses.diagnostics(behavior_BT, behavior_BT, behavior_BT, ~mask_BT)
+    empty = measures.diagnostics(behavior_BT, behavior_BT, behavior_BT, ~mask_BT)
     assert set(empty.values()) == {None}
     broken = behavior_BT.clone()
     broken[3] = -math.inf
-    report = losses.diagnostics(broken, behavior_BT, behavior_BT, mask_BT)
+    report = measures.diagnostics(broken, behavior_BT, behavior_BT, mask_BT)
     assert report["ratio_mean"] is None and not any(value != value for value in report.values() if value is not None)
 
 
@@ -975,133 +978,65 @@ def test_kl_to_behaviour_estimates_are_unbiased():
     # E_mu[k1] = E_mu[k3] = KL(mu || pi), by enumeration
     mu, pi = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.3, 0.3, 0.4])
     rows = torch.tensor([0] * 2 + [1] * 5 + [2] * 3)  # ten samples in exactly mu's shares
-    report = losses.diagnostics(pi.log()[rows, None], mu.log()[rows, None], torch.ones(10, 1), torch.ones(10, 1).bool())
+    report = measures.diagnostics(pi.log()[rows, None], mu.log()[rows, None], torch.ones(10, 1), torch.ones(10, 1).bool())
     exact = (mu * (mu / pi).log()).sum().item()
     assert report["kl_behavior_k1"] == pytest.approx(exact, rel=1e-5)
     assert report["kl_behavior_k3"] == pytest.approx(exact, rel=1e-4)
     assert report["ratio_mean"] == pytest.approx(1.0)
 
 
-# -------------------------------------------------------------------------------------------------- log-probs of tokens
-def plain_logprobs(hidden_ND, weight_VD, tokens_N, temperature=1.0, bias_V=None):
-    logits_NV = hidden_ND.double() @ weight_VD.double().T + (0 if bias_V is None else bias_V.double())
-    logprobs_NV = torch.log_softmax(logits_NV / temperature, 1)
-    return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(1)
-
-
-def head(n=13, d=5, v=31, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    return draw(n, d), draw(v, d), torch.randint(0, v, (n,), generator=generator), draw(v)
-
-
-def test_temperature_of_stored_and_trained_logprobs():
-    # trl 4159: logits [2, 0] at temperature .5: log p(0) = -.0181, not -.1269
-    logprob, entropy = losses.token_logprobs_from_hidden(
-        torch.eye(1), torch.tensor([[2.0], [0.0]]), torch.tensor([0]), 0.5
-    )
-    assert logprob.item() == pytest.approx(-0.0181, abs=1e-4)
-    p = 1 / (1 + math.exp(-4))
-    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 13, None])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("entropy_grad", [True, False])
-def test_chunked_logprobs_are_exact(chunk_size, temperature, with_bias, entropy_grad):
-    hidden_ND, weight_VD, tokens_N, bias_V = head()
-    bias_V = bias_V if with_bias else None
-    leaves = [leaf for leaf in (hidden_ND, weight_VD, bias_V) if leaf is not None]
-    expected, expected_entropy = plain_logprobs(hidden_ND, weight_VD, tokens_N, temperature, bias_V)
-    got, entropy = losses.token_logprobs_from_hidden(
-        hidden_ND, weight_VD, tokens_N, temperature, bias_V, chunk_size, entropy_grad
-    )
-    assert torch.allclose(got, expected) and torch.allclose(entropy, expected_entropy)
-    assert entropy.requires_grad == entropy_grad
-    upstream = torch.linspace(-1, 2, len(tokens_N), dtype=torch.float64)
-    total, expected_total = (got * upstream).sum(), (expected * upstream).sum()
-    if entropy_grad:
-        total, expected_total = (
-            total + (entropy * upstream**2).sum(), expected_total + (expected_entropy * upstream**2).sum())
-    for grad, expected_grad in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(expected_total, leaves)):
-        assert torch.allclose(grad, expected_grad, atol=1e-12)
-
-
-def test_chunked_logprobs_by_finite_differences():
-    hidden_ND, weight_VD, tokens_N, bias_V = head(n=4, v=6)
-    assert torch.autograd.gradcheck(
-        lambda h, w, b: losses.token_logprobs_from_hidden(h, w, tokens_N, 0.7, b, 3, True),
-        (hidden_ND, weight_VD, bias_V))
-
-
-def test_chunked_logprobs_with_a_frozen_head_and_frozen_hidden():
-    hidden_ND, weight_VD, tokens_N, _ = head()
-    expected = torch.autograd.grad(plain_logprobs(hidden_ND, weight_VD, tokens_N)[0].sum(), (hidden_ND, weight_VD))
-    got, _ = losses.token_logprobs_from_hidden(hidden_ND, weight_VD.detach(), tokens_N, chunk_size=4)
-    assert torch.allclose(torch.autograd.grad(got.sum(), hidden_ND)[0], expected[0])  # LoRA
-    got, _ = losses.token_logprobs_from_hidden(hidden_ND.detach(), weight_VD, tokens_N, chunk_size=4)
-    assert torch.allclose(torch.autograd.grad(got.sum(), weight_VD)[0], expected[1])
-    with torch.no_grad():
-        assert not losses.token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N)[0].requires_grad
-
-
-@pytest.mark.parametrize(
-    "hidden_dtype, weight_dtype",
-    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
-def test_logprobs_are_float32_whatever_the_model(hidden_dtype, weight_dtype):
-    hidden_ND, weight_VD, tokens_N, _ = head(n=40, d=16, v=200)
-    hidden_ND = hidden_ND.detach().to(hidden_dtype).requires_grad_()
-    weight_VD = weight_VD.detach().to(weight_dtype).requires_grad_()
-    got, entropy = losses.token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N, chunk_size=16)
-    assert got.dtype == entropy.dtype == torch.float32
-    expected, _ = plain_logprobs(hidden_ND, weight_VD, tokens_N)
-    # bf16 heads round the logits (|logit| < 32: 2^-8 * 16), never the log-softmax
-    tolerance = 0.07 if weight_dtype == torch.bfloat16 else 1e-5
-    assert (got - expected).abs().max() < tolerance
-    grads = torch.autograd.grad(got.sum(), (hidden_ND, weight_VD))
-    assert grads[0].dtype == hidden_dtype and grads[1].dtype == weight_dtype
-    exact = torch.autograd.grad(expected.sum(), (hidden_ND, weight_VD))
-    for grad, exact_grad in zip(grads, exact):
-        error = (grad.double() - exact_grad.double()).norm() / exact_grad.double().norm()
-        assert error < (0.05 if torch.bfloat16 in (hidden_dtype, weight_dtype) else 1e-5)
-
-
-def test_nothing_of_batch_times_vocabulary_is_kept_for_the_backward():
-    hidden_ND, weight_VD, tokens_N, _ = head(n=64, d=4, v=97)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
-        losses.token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N, chunk_size=8)
-    assert kept and max(kept) <= 97 * 4
-
-
-def test_a_masked_vocabulary_gives_finite_entropy_and_gradient():
-    hidden_ND, weight_VD, tokens_N, bias_V = head()
-    bias_V = bias_V.detach().clone()
-    bias_V[7:] = -math.inf
-    got, entropy = losses.token_logprobs_from_hidden(
-        hidden_ND, weight_VD, tokens_N % 7, head_bias_V=bias_V, entropy_grad=True
-    )
-    expected, expected_entropy = plain_logprobs(hidden_ND, weight_VD[:7], tokens_N % 7, bias_V=bias_V[:7])
-    assert torch.allclose(got, expected) and torch.allclose(entropy, expected_entropy)
-    grads = torch.autograd.grad(got.sum() + entropy.sum(), (hidden_ND, weight_VD))
-    assert all(grad.isfinite().all() for grad in grads)
-
-
 # --------------------------------------------------------------------------------------------------- bundles and errors
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_bundle_is_made_of_known_parts(name):
     bundle = ALGORITHMS[name]
-    assert bundle["advantage"] in ADVANTAGES and bundle["loss"] in LOSSES and bundle["aggregation"] in AGGREGATIONS
-    assert set(bundle["loss_options"]) <= set(losses.loss_options(bundle["loss"]))
-    assert bundle["kl_in"] in (None, "reward", "loss") and (bundle["kl_kind"] in KLS) == (bundle["kl_in"] is not None)
-    assert bundle["critic"] == (bundle["advantage"] == "gae") and bundle["note"]
-    assert bundle["kl_in"] != "reward" or bundle["kl_kind"] == "k1"  # k1 is right in the reward, and useless as a loss
+    assert bundle.advantage in ADVANTAGES and bundle.loss in LOSSES and bundle.aggregation in AGGREGATIONS
+    assert set(bundle.loss_options) | set(bundle.stale_options) <= set(losses.loss_options(bundle.loss)) and bundle.note
+    assert bundle.kl_in in (None, "reward", "loss") and (bundle.kl_kind in KLS) == (bundle.kl_in is not None)
+    assert bundle.kl_in != "reward" or bundle.kl_kind == "k1"  # k1 is right in the reward, and useless as a loss
 
 
-def test_the_table_in_the_docstring_is_complete():
-    rows = [line.split("|")[1].strip() for line in losses.__doc__.splitlines() if line.startswith("| ")]
-    assert rows[0] == "loss" and sorted(rows[1:]) == sorted(LOSSES)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_facts_of_a_loss_are_those_of_its_function(kind):
+    entry, data = LOSSES[kind], batch()
+    assert entry.replayed in ("no", "mild", "biased", "yes") and entry.why
+    assert entry.clips is None or {"eps_low", "eps_high"} <= set(losses.loss_options(kind))
+    silent = data | {"advantages_BT": torch.zeros_like(data["advantages_BT"]), "logprobs_BT": data["logprobs_BT"].requires_grad_()}
+    loss, _ = losses.policy_loss(kind, **silent, **extras(kind, data))
+    gradient_BT, = torch.autograd.grad(loss, silent["logprobs_BT"])
+    assert gradient_BT.any() != entry.silent_at_zero
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_the_facts_of_an_advantage_are_those_of_its_function(kind):
+    entry, mask_BT = ADVANTAGES[kind], torch.ones(3, 1, dtype=torch.bool)
+    rewards_B, groups_B = torch.tensor([0.5, 0.5, 0.7]), torch.tensor([0, 0, 1])
+    rewards = rewards_B[:, None] if entry.per_token else rewards_B
+    found_B1 = losses.compute_advantages(kind, rewards, groups_B, mask_BT, values_BT=torch.zeros(3, 1), whiten=False)
+    assert (not found_B1.any()) == (entry.group_mean or kind == "reinforce++_baseline")
+    assert not entry.group_mean or not entry.whitened  # the mean over the batch would make it something again
+
+
+def args_with(**flags):
+    return Args(name="x", **flags)
+
+
+@pytest.mark.parametrize("flags, limits", [
+    ({"algo": "grpo"}, (0.8, 1.2)), ({"algo": "ppo"}, (0.8, 1.2)), ({"algo": "dapo"}, (0.8, 1.28)), ({"algo": "cispo"}, (0.0, 5.0)),
+    ({"algo": "dapo", "eps_low": 0.1}, (0.9, 1.28)), ({"algo": "grpo", "eps_high": 0.5}, (0.8, 1.5)),
+    ({"algo": "gspo"}, (1 - 3e-4, 1 + 4e-4)), ({"algo": "one_side"}, (0.8, 1.2)),
+    ({"algo": "grpo", "loss": "gspo"}, (1 - 3e-4, 1 + 4e-4)), ({"algo": "asymre"}, None), ({"algo": "m2po"}, None),
+    ({"algo": "decoupled_ppo"}, None)])  # around the proximal policy, not around the one that sampled
+def test_one_place_knows_the_clip_range(flags, limits):
+    found = losses.clip_range(losses.objective_of(args_with(**flags)))
+    assert found == limits if limits is None else found == pytest.approx(limits)
+
+
+def test_the_share_of_clipped_tokens_is_of_the_losss_own_range():
+    log_ratio_N = np.log([1.25, 1.0, 1.3, 0.7])
+    share = lambda algo: clipped_share(losses.objective_of(args_with(algo=algo)), log_ratio_N)  # noqa: E731
+    assert (share("grpo"), share("dapo"), share("cispo"), share("asymre")) == (0.75, 0.5, 0.0, None)
+    assert share("gspo") == 1.0  # the whole sequence, whose mean ratio is far outside
+    assert clipped_share(losses.objective_of(args_with(algo="gspo")), np.log([1.25, 0.8])) == 0.0  # and inside
 
 
 def test_options_of_other_kinds_are_ignored_and_none_is_the_default():
@@ -1120,16 +1055,16 @@ GROUPS = torch.zeros(2, dtype=torch.long)
 BAD_NAN = torch.tensor([[0.0, 0, 0], [0, NAN, 0]])
 ERRORS = {
     "unknown loss": (
-        lambda: losses.policy_loss("ppo_clipp", ONES, ONES, ONES, MASK), "'ppo_clipp'; did you mean 'ppo_clip'"),
-    "unknown advantage": (lambda: losses.compute_advantages("gpro", ONES[:, 0], GROUPS, MASK), "did you mean 'grpo'"),
-    "unknown KL": (lambda: losses.kl("k4", ONES, ONES), "unknown KL kind 'k4'"),
+        lambda: losses.policy_loss("ppo_clipp", ONES, ONES, ONES, MASK), "loss kind='ppo_clipp'.*did you mean ppo_clip"),
+    "unknown advantage": (lambda: losses.compute_advantages("gpro", ONES[:, 0], GROUPS, MASK), "did you mean grpo"),
+    "unknown KL": (lambda: losses.kl("k4", ONES, ONES), "KL kind='k4' is not one of"),
     "unknown correction": (
-        lambda: losses.correction_weights("tis_tokens", ONES, ONES, MASK), "did you mean 'tis_token'"),
-    "unknown mode": (lambda: losses.aggregate(ONES, MASK, "token_meen"), "did you mean 'token_mean'"),
+        lambda: losses.correction_weights("tis_tokens", ONES, ONES, MASK), "did you mean tis_token"),
+    "unknown mode": (lambda: losses.aggregate(ONES, MASK, "token_meen"), "did you mean token_mean"),
     "unknown option": (
-        lambda: losses.policy_loss("ppo_clip", ONES, ONES, ONES, MASK, eps_hihg=1.0), "did you mean 'eps_high'"),
+        lambda: losses.policy_loss("ppo_clip", ONES, ONES, ONES, MASK, eps_hihg=1.0), "did you mean eps_high"),
     "unknown level": (
-        lambda: losses.policy_loss("is_reinforce", ONES, ONES, ONES, MASK, level="tokens"), "did you mean 'token'"),
+        lambda: losses.policy_loss("is_reinforce", ONES, ONES, ONES, MASK, level="tokens"), "did you mean token"),
     "logprob shape": (
         lambda: losses.policy_loss("reinforce", ONES[:, :2], ONES, ONES, MASK), r"logprobs_BT has shape \(2, 2\)"),
     "behaviour shape": (
@@ -1171,10 +1106,7 @@ ERRORS = {
         lambda: losses.aggregate(ONES, MASK, "token_mean", denominator=0), "denominator must be > 0, got 0"),
     "weights shape": (
         lambda: losses.aggregate(ONES, MASK, "token_mean", weights_B=ONES), r"weights_B has shape \(2, 3\)"),
-    "temperature": (
-        lambda: losses.token_logprobs_from_hidden(ONES, ONES, GROUPS, 0.0), "temperature must be > 0, got 0.0"),
-    "hidden shape": (lambda: losses.token_logprobs_from_hidden(ONES, ONES[:, :2], GROUPS), r"\(2, 3\).*\(2, 2\)"),
-    "diagnostics shape": (lambda: losses.diagnostics(ONES, ONES[:1], ONES, MASK), "behavior_logprobs_BT has shape"),
+    "diagnostics shape": (lambda: measures.diagnostics(ONES, ONES[:1], ONES, MASK), "behavior_logprobs_BT has shape"),
     "old values missing": (lambda: losses.value_loss(ONES, ONES, MASK, clip=0.2), "needs old_values_BT")}
 
 

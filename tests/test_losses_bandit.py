@@ -36,9 +36,9 @@ def collect(bundle, logits_PCV, values_PC, generator):
         rewards_BT = torch.stack([torch.zeros_like(rewards_B), rewards_B], 1)
         mask_BT, values_BT = (
             torch.ones_like(tokens_BT, dtype=torch.bool), values_PC[problems_B[:, None], contexts(tokens_BT)])
-        rewards = rewards_BT if bundle["advantage"] in ("reinforce++", "gae") else rewards_B
+        rewards = rewards_BT if losses.ADVANTAGES[bundle.advantage].per_token else rewards_B
         advantages_BT = losses.compute_advantages(
-            bundle["advantage"], rewards, problems_B, mask_BT, values_BT=values_BT, whiten=bundle["whiten"],
+            bundle.advantage, rewards, problems_B, mask_BT, values_BT=values_BT, whiten=bundle.whiten,
             baseline=0.1)
         returns_BT = losses.gae(rewards_BT, values_BT, mask_BT)[1]
         return dict(
@@ -50,11 +50,11 @@ def collect(bundle, logits_PCV, values_PC, generator):
 def update(bundle, batch, logits_PCV, values_PC, optimizer):
     logprobs_BT = token_logprobs(logits_PCV, batch["problems_B"], batch["tokens_BT"])
     arguments = batch["behavior_logprobs_BT"], batch["advantages_BT"], batch["mask_BT"]
-    more = {"proximal_logprobs_BT": logprobs_BT.detach()} if bundle["loss"] == "decoupled_ppo" else {}
+    more = {"proximal_logprobs_BT": logprobs_BT.detach()} if losses.LOSSES[bundle.loss].needs_proximal else {}
     loss, _ = losses.policy_loss(
-        bundle["loss"], logprobs_BT, *arguments, aggregation=bundle["aggregation"], max_length=2,
+        bundle.loss, logprobs_BT, *arguments, aggregation=bundle.aggregation, max_length=2,
         rewards_B=batch["rewards_B"], group_ids_B=batch["problems_B"], tba_beta=BETA,
-        reference_logprobs_BT=torch.full_like(logprobs_BT, 1 / 3).log(), **bundle["loss_options"], **more)
+        reference_logprobs_BT=torch.full_like(logprobs_BT, 1 / 3).log(), **bundle.loss_options, **more)
     critic, _ = losses.value_loss(
         values_PC[batch["problems_B"][:, None], contexts(batch["tokens_BT"])], batch["returns_BT"], batch["mask_BT"]
     )

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -6,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 from conftest import tiny_lake
-from models import collate, load_policy, micro_batches, token_logprobs
+from models import collate, load_policy, micro_batches, token_logprobs, token_logprobs_from_hidden
 from policies.chat import Chat
 from policies.tiny import blind_loss, demonstrations, tiny_tokenizer
 
@@ -74,7 +75,6 @@ def test_token_logprobs_equal_those_of_the_plain_way(tiny_folder):
 
 
 def test_temperature_divides_the_logits():
-    from losses import token_logprobs_from_hidden
     hidden, head = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 1.0]])  # logits (2, 0)
     logprob, _ = token_logprobs_from_hidden(hidden, head, torch.tensor([0]), 0.5)
     assert logprob.item() == pytest.approx(-0.01815, abs=1e-5)  # log sigmoid(4), not log sigmoid(2) = -0.1269
@@ -163,3 +163,117 @@ def test_a_broken_cache_folder_is_made_again(tiny_folder, tmp_path):
     again = warm_started_tiny(tiny_lake(), tmp_path, seed=0, updates=12, skill=0.6, max_turns=10)
     first, second = (load_policy(folder)[0].state_dict() for folder in (tiny_folder, again))
     assert again.name == tiny_folder.name and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# -------------------------------------------------------------------------------------------------- log-probs of tokens
+def plain_logprobs(hidden_ND, weight_VD, tokens_N, temperature=1.0, bias_V=None):
+    logits_NV = hidden_ND.double() @ weight_VD.double().T + (0 if bias_V is None else bias_V.double())
+    logprobs_NV = torch.log_softmax(logits_NV / temperature, 1)
+    return logprobs_NV.gather(1, tokens_N[:, None])[:, 0], -(logprobs_NV.exp() * logprobs_NV).sum(1)
+
+
+def head(n=13, d=5, v=31, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return draw(n, d), draw(v, d), torch.randint(0, v, (n,), generator=generator), draw(v)
+
+
+def test_temperature_of_stored_and_trained_logprobs():
+    # trl 4159: logits [2, 0] at temperature .5: log p(0) = -.0181, not -.1269
+    logprob, entropy = token_logprobs_from_hidden(
+        torch.eye(1), torch.tensor([[2.0], [0.0]]), torch.tensor([0]), 0.5
+    )
+    assert logprob.item() == pytest.approx(-0.0181, abs=1e-4)
+    p = 1 / (1 + math.exp(-4))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 13, None])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+def test_chunked_logprobs_are_exact(chunk_size, temperature, with_bias, entropy_grad):
+    hidden_ND, weight_VD, tokens_N, bias_V = head()
+    bias_V = bias_V if with_bias else None
+    leaves = [leaf for leaf in (hidden_ND, weight_VD, bias_V) if leaf is not None]
+    expected, expected_entropy = plain_logprobs(hidden_ND, weight_VD, tokens_N, temperature, bias_V)
+    got, entropy = token_logprobs_from_hidden(
+        hidden_ND, weight_VD, tokens_N, temperature, bias_V, chunk_size, entropy_grad
+    )
+    assert torch.allclose(got, expected) and torch.allclose(entropy, expected_entropy)
+    assert entropy.requires_grad == entropy_grad
+    upstream = torch.linspace(-1, 2, len(tokens_N), dtype=torch.float64)
+    total, expected_total = (got * upstream).sum(), (expected * upstream).sum()
+    if entropy_grad:
+        total, expected_total = (
+            total + (entropy * upstream**2).sum(), expected_total + (expected_entropy * upstream**2).sum())
+    for grad, expected_grad in zip(torch.autograd.grad(total, leaves), torch.autograd.grad(expected_total, leaves)):
+        assert torch.allclose(grad, expected_grad, atol=1e-12)
+
+
+def test_chunked_logprobs_by_finite_differences():
+    hidden_ND, weight_VD, tokens_N, bias_V = head(n=4, v=6)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs_from_hidden(h, w, tokens_N, 0.7, b, 3, True),
+        (hidden_ND, weight_VD, bias_V))
+
+
+def test_chunked_logprobs_with_a_frozen_head_and_frozen_hidden():
+    hidden_ND, weight_VD, tokens_N, _ = head()
+    expected = torch.autograd.grad(plain_logprobs(hidden_ND, weight_VD, tokens_N)[0].sum(), (hidden_ND, weight_VD))
+    got, _ = token_logprobs_from_hidden(hidden_ND, weight_VD.detach(), tokens_N, chunk_size=4)
+    assert torch.allclose(torch.autograd.grad(got.sum(), hidden_ND)[0], expected[0])  # LoRA
+    got, _ = token_logprobs_from_hidden(hidden_ND.detach(), weight_VD, tokens_N, chunk_size=4)
+    assert torch.allclose(torch.autograd.grad(got.sum(), weight_VD)[0], expected[1])
+    with torch.no_grad():
+        assert not token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N)[0].requires_grad
+
+
+@pytest.mark.parametrize(
+    "hidden_dtype, weight_dtype",
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)])
+def test_logprobs_are_float32_whatever_the_model(hidden_dtype, weight_dtype):
+    hidden_ND, weight_VD, tokens_N, _ = head(n=40, d=16, v=200)
+    hidden_ND = hidden_ND.detach().to(hidden_dtype).requires_grad_()
+    weight_VD = weight_VD.detach().to(weight_dtype).requires_grad_()
+    got, entropy = token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N, chunk_size=16)
+    assert got.dtype == entropy.dtype == torch.float32
+    expected, _ = plain_logprobs(hidden_ND, weight_VD, tokens_N)
+    # bf16 heads round the logits (|logit| < 32: 2^-8 * 16), never the log-softmax
+    tolerance = 0.07 if weight_dtype == torch.bfloat16 else 1e-5
+    assert (got - expected).abs().max() < tolerance
+    grads = torch.autograd.grad(got.sum(), (hidden_ND, weight_VD))
+    assert grads[0].dtype == hidden_dtype and grads[1].dtype == weight_dtype
+    exact = torch.autograd.grad(expected.sum(), (hidden_ND, weight_VD))
+    for grad, exact_grad in zip(grads, exact):
+        error = (grad.double() - exact_grad.double()).norm() / exact_grad.double().norm()
+        assert error < (0.05 if torch.bfloat16 in (hidden_dtype, weight_dtype) else 1e-5)
+
+
+def test_nothing_of_batch_times_vocabulary_is_kept_for_the_backward():
+    hidden_ND, weight_VD, tokens_N, _ = head(n=64, d=4, v=97)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        token_logprobs_from_hidden(hidden_ND, weight_VD, tokens_N, chunk_size=8)
+    assert kept and max(kept) <= 97 * 4
+
+
+def test_a_masked_vocabulary_gives_finite_entropy_and_gradient():
+    hidden_ND, weight_VD, tokens_N, bias_V = head()
+    bias_V = bias_V.detach().clone()
+    bias_V[7:] = -math.inf
+    got, entropy = token_logprobs_from_hidden(
+        hidden_ND, weight_VD, tokens_N % 7, head_bias_V=bias_V, entropy_grad=True
+    )
+    expected, expected_entropy = plain_logprobs(hidden_ND, weight_VD[:7], tokens_N % 7, bias_V=bias_V[:7])
+    assert torch.allclose(got, expected) and torch.allclose(entropy, expected_entropy)
+    grads = torch.autograd.grad(got.sum() + entropy.sum(), (hidden_ND, weight_VD))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_a_wrong_head_or_temperature_is_refused_with_its_value():
+    ones, tokens_N = torch.ones(2, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match="temperature must be > 0, got 0.0"):
+        token_logprobs_from_hidden(ones, ones, tokens_N, 0.0)
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(2, 2\)"):
+        token_logprobs_from_hidden(ones, ones[:, :2], tokens_N)

@@ -8,12 +8,12 @@ import torch
 from conftest import tiny_lake
 from engines.hf import HFEngine
 from judge import add_advantages, padded, per_token, score, td_errors, token_rewards
-from losses import gae
+from losses import gae, objective_of
 from models import load_policy
 from policies.chat import Chat
 from rollout import collect
 from settings import Args
-from update import MasterAdamW, gradients, make_learner, objective_of, replay_advantages, update, value_targets
+from update import MasterAdamW, gradients, make_learner, replay_advantages, update, value_targets
 
 
 @pytest.fixture(scope="module")
