@@ -54,6 +54,7 @@ from rollout import collect, guarded
 from runtime import ranks
 from runtime.checkpoints import fingerprint
 from runtime.files import checkpoints, fail, finite_or_none, last_checkpoint, read_yaml, whole_lines
+from runtime.options import with_new_names
 from runtime.metrics import task_averages
 from settings import Args, other_defaults
 
@@ -236,12 +237,14 @@ def settings(arguments: EvalArgs, run: Path | None):
     if not (arguments.env or config):
         what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
         fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")
+    config = with_new_names(config)
     options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
     names = {each.name for each in fields(Args)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
     usual = {} if config else other_defaults(arguments.source)
     return Args(**usual | {key: value for key, value in config.items() if key in names} | given
-                | {"env_options": options | arguments.env_options})
+                | {"env_options": options | arguments.env_options,
+                   "engine_options": config.get("engine_options", {}) | {"parallel": arguments.parallel_episodes}})
 
 
 def load(folder, args, first_message: str):
@@ -270,8 +273,8 @@ def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int,
     policy, chat = load(folder, args, message)
     seeds = seeds_of(len(problem_ids), 1 + max(sample for _, sample in todo))
     with contextlib.closing(make_engine(args, policy, chat, folder)) as engine:
-        for first in range(0, len(todo), args.parallel_episodes):
-            batch = todo[first:first + args.parallel_episodes]
+        for first in range(0, len(todo), args.engine_options["parallel"]):
+            batch = todo[first:first + args.engine_options["parallel"]]
             episodes, texts = collect(
                 engine, chat, make_env, [problem_ids[place] for place, _ in batch], [place for place, _ in batch],
                 [int(seeds[pair]) for pair in batch], temperature=args.eval_temperature, max_turns=args.max_turns,
@@ -287,7 +290,7 @@ def main(arguments: EvalArgs) -> dict:
     folder, run, home = find(arguments.source)
     args, n, ks = settings(arguments, run), arguments.samples, sorted(set(arguments.k))
     count, temperature = 512 if args.eval_problems is None else args.eval_problems, args.eval_temperature
-    for name, value in (("problems", count), ("samples", n), ("parallel-episodes", args.parallel_episodes),
+    for name, value in (("problems", count), ("samples", n), ("parallel-episodes", args.engine_options["parallel"]),
                         ("k", min(ks, default=1))):
         if value < 1:
             fail(f"--{name} {value} must be above 0")

@@ -31,7 +31,7 @@ def batches_of(learner, episodes) -> list[list[int]]:
     args, prompts = learner.args, None
     if knows_trees(backbone(learner.policy)):
         prompts = [tuple(episode.tokens[:episode.action_mask.argmax()].tolist()) for episode in episodes]
-    return micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, args.micro_batch_size, prompts)
+    return micro_batches([len(episode.tokens) for episode in episodes], args.micro_batch_tokens, prompts)
 
 
 def tokens_read(learner, episodes) -> int:
@@ -162,7 +162,7 @@ def has_signal(episode) -> bool:
 # ---- what is logged beside the update's own metrics
 
 
-def is_sound(args, episode, oldest: float) -> bool:
+def is_sound(objective, episode, oldest: float) -> bool:
     """Whether an episode can teach something and was not sampled before the step `oldest`."""
     return episode.policy_step >= oldest and not episode.info["env_error"] and bool(episode.action_mask.any()) and \
-        not (args.overlong == "mask" and episode.info["overlong"])
+        not (objective.overlong == "mask" and episode.info["overlong"])

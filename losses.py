@@ -7,7 +7,7 @@ Ratio rho = exp(current - behaviour), its logarithm clamped to +-20; advantages 
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from episode import one_of
 
 LOG_RATIO_LIMIT = 20.0
+LEVELS = ("token", "sequence")  # of a ratio
 
 
 # ---------------------------------------------------------------------------------------------------------- small tools
@@ -352,7 +353,7 @@ def ppo_clip(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=0.2, 
 
 def is_reinforce(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, level="token", is_cap=2.0):
     """-sg(min(rho, is_cap)) A logp, sg = detached, rho of the token or the sequence (truncated IS, 1802.01561)."""
-    if one_of("level", level, ("token", "sequence")) == "sequence":
+    if one_of("level", level, LEVELS) == "sequence":
         log_ratio_BT = sequence_log_ratio(log_ratio_BT)
     ratio_BT = log_ratio_BT.detach().exp()
     return -ratio_BT.clamp(max=is_cap) * advantages_BT * logprobs_BT, {"clip_fraction_high": ratio_BT > is_cap}
@@ -489,6 +490,11 @@ def loss_options(kind):
     return {parameter.name: parameter.default for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
 
 
+def user_options(kind):
+    """Those that --loss-options may set: not tensors, and not what is computed for each step."""
+    return {name: default for name, default in loss_options(kind).items() if not name.endswith(("_B", "_BT", "m2_bound"))}
+
+
 ALL_LOSS_OPTIONS = sorted({name for kind in LOSSES for name in loss_options(kind)})
 
 
@@ -610,9 +616,10 @@ class Objective:
     correction_high: float | None = None
     asymre_shift: float = -0.1
     advantage_clip: float | None = None
-    value_clip: float | None = None
+    value_clip: float | None = 0.2
     gamma: float = 1.0
     lam: float = 1.0
+    overlong: str = "train"  # or "mask": left out of the updates
 
 
 # ALGO LOGIC: what `--algo NAME` sets; every part can be overridden alone. `kl_in` says where a KL goes once its
@@ -647,19 +654,20 @@ ALGORITHMS = {
 
 def objective_of(args) -> Objective:
     """The bundle of --algo, with what the flags replace of it."""
-    bundle = ALGORITHMS[args.algo]
+    bundle, given = ALGORITHMS[args.algo], args.loss_options
     loss, advantage = args.loss or bundle.loss, args.advantage or bundle.advantage
-    given = {name: getattr(args, name) for name in ("eps_low", "eps_high", "dual_clip") if getattr(args, name) is not None}
-    options = loss_options(loss) | bundle.loss_options | given
-    kept = ("replay_kl_kind", "kl_coef", "entropy_coef", "correction", "correction_low", "correction_high", "asymre_shift",
-            "advantage_clip", "value_clip", "gamma", "lam")
+    options = loss_options(loss)
+    for name, value in (*bundle.loss_options.items(), *given.items()):
+        if name in options and value is not None:
+            options[name] = value
+    parts = {each.name for each in fields(Objective)} - {"aggregation", "kl_in", "kl_kind"}
     return replace(
-        bundle, loss=loss, advantage=advantage, aggregation=args.aggregation or bundle.aggregation,
-        loss_options={name: value for name, value in options.items() if name in loss_options(loss)},
-        stale_options={} if "dual_clip" in given else bundle.stale_options,
+        bundle, loss=loss, advantage=advantage, aggregation=given.get("aggregation") or bundle.aggregation, loss_options=options,
+        stale_options={name: value for name, value in bundle.stale_options.items() if given.get(name) is None},
         whiten=bundle.whiten if advantage == bundle.advantage else None,
-        kl_in=(args.kl_in or bundle.kl_in or "loss") if args.kl_coef else None, kl_kind=args.kl_kind or bundle.kl_kind or "k3",
-        **{name: getattr(args, name) for name in kept})
+        kl_in=(given.get("kl_in") or bundle.kl_in or "loss") if args.kl_coef else None,
+        kl_kind=given.get("kl_kind") or bundle.kl_kind or "k3", kl_coef=args.kl_coef, entropy_coef=args.entropy_coef,
+        **{name: value for name, value in given.items() if name in parts})
 
 
 def needs_reference(objective) -> bool:

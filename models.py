@@ -226,7 +226,7 @@ class Critic(torch.nn.Module):
         return torch.zeros(tokens_BT.shape, device=tokens_BT.device).masked_scatter(mask_BT, values_N)
 
 
-def micro_batches(lengths: list[int], max_tokens: int, max_rows: int | None = None, prompts=None) -> list[list[int]]:
+def micro_batches(lengths: list[int], max_tokens: int, prompts=None) -> list[list[int]]:
     """Indices of rows, sorted by length and cut into padded batches of at most `max_tokens` (or a single row), so that
     padded tokens are fewest; a batch counts as max_tokens / 16 more, for what it costs beside its tokens.
 
@@ -246,7 +246,7 @@ def micro_batches(lengths: list[int], max_tokens: int, max_rows: int | None = No
         options, width, tokens = [], 0, again[end - 1]
         for start in range(end - 1, -1, -1):
             rows, width = end - start, max(width, lengths[order[start]])
-            if rows > 1 and (rows * width > max_tokens or rows > (max_rows or rows)):
+            if rows > 1 and rows * width > max_tokens:
                 break
             tokens += lengths[order[start]] - again[start]
             options.append((costs[start] + padding * rows * width + (1 - padding) * tokens + max_tokens / 16, start))

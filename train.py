@@ -40,7 +40,6 @@ from losses import LOSSES
 from models import load_policy
 from policies import policy_folder
 from policies.chat import Chat
-from problems import ProblemSampler
 from runtime import ranks
 from runtime.checkpoints import (
     GlobalRandomness,
@@ -51,14 +50,17 @@ from runtime.checkpoints import (
     surroundings,
     warn_of_changes,
 )
-from runtime.files import claim, fail, give_back, taken, told_plainly
+from runtime.files import claim, fail, flat, give_back, taken, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog, drift_record, replay_record
 from runtime.metrics import buffer_stats, drift_metrics, fresh_metrics, merged, outline, replay_metrics, task_averages, under
+from runtime.options import list_objectives, spelled
 from runtime.setup import code_files, digest_of, finished, problems_of
 from runtime.watch import Watch
-from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
+from settings import MAY_CHANGE_ON_RESUME, Args, make_buffer, make_problem_sampler, parse_args, stores_everything
 from update import make_learner, update
+
+MOST_ENV_ERRORS = 0.1  # share of an iteration's environments that may raise in a step; each costs its episode
 
 # --------------------------------------------------------------------------------------------------------- the loop
 
@@ -78,20 +80,21 @@ def main(args: Args) -> dict:
         fail(str(error))
     if not args.quiet:
         print(f"processes: {ranks.world()}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
-    for name in ("problems_per_iteration", "replay_batch_size", "capacity", "probe_episodes", "eval_problems"):
-        if (getattr(args, name) or math.inf) < ranks.world():
-            fail(f"--{name.replace('_', '-')} {getattr(args, name)} is less than the {ranks.world()} processes that share it")
+    for name in ("problems_per_iteration", "replay_batch_size", "capacity", "replay_options.probe_episodes", "eval_problems"):
+        if (flat(vars(args))[name] or math.inf) < ranks.world():
+            fail(f"{spelled(name)} {flat(vars(args))[name]} is less than the {ranks.world()} processes that share it")
     for name, whole in (("fresh_fraction", "replay_batch_size"), ("positive_fraction", "capacity")):
-        fraction, share = getattr(args, name), getattr(args, whole) // ranks.world()
+        fraction, share = args.replay_options[name], getattr(args, whole) // ranks.world()
         if args.replay != "none" and fraction and not round(fraction * share):
-            fail(f"--{name.replace('_', '-')} {fraction:g} of the {share} that a process has of --{whole.replace('_', '-')} "
+            fail(f"--replay-options {name} {fraction:g} of the {share} that a process has of --{whole.replace('_', '-')} "
                  f"{getattr(args, whole)} rounds to none")
     args.name = ranks.common(args.name)  # it may hold the time
     run = Path(args.resume or Path(args.runs_dir) / args.name)
     if args.async_rollouts and ranks.world() > 1:
         fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
-    if args.shared_folder and not Path(args.shared_folder).is_dir():
-        fail(f"--shared-folder {args.shared_folder} must be a folder that exists: make it, or correct the path")
+    shared_folder = args.engine_options["shared_folder"]
+    if shared_folder and not Path(shared_folder).is_dir():
+        fail(f"--engine-options shared_folder {shared_folder} must be a folder that exists: make it, or correct the path")
     checkpoint, lock = None, contextlib.nullcontext()
     if ranks.first() and args.resume:
         lock = claim(run)
@@ -130,15 +133,14 @@ def main(args: Args) -> dict:
     learner = make_learner(args, policy, chat.image_processor)
 
     memories = {"random": GlobalRandomness(args.seed),
-                "problems": ProblemSampler(len(train_problems), mode=args.problem_sampler, priority=args.problem_priority,
-                                           group_size=max(2, args.group_size), seed=args.seed),
+                "problems": make_problem_sampler(args, len(train_problems)),
                 "watch": Watch(args)}
     buffer, drift = None, None
     if args.replay != "none":
         buffer = memories["buffer"] = make_buffer(args)
     if args.tau == "auto" and buffer is not None:
         drift = memories["drift"] = DriftEstimator()
-        memories["recent"] = ReplayBuffer(ranks.share_size(16 * args.probe_episodes), sampler="uniform",
+        memories["recent"] = ReplayBuffer(ranks.share_size(16 * args.replay_options["probe_episodes"]), sampler="uniform",
                                           seed=ranks.seed(args.seed + 1))
     state = {"iteration": 0, "step": 0, "episodes": 0, "tokens": 0, "best": None, "start": None, "last": None, "bad_updates": 0,
              "replay_updates": 0, "minutes": 0.0, "ledger": {}, "jobs": 0}
@@ -162,7 +164,7 @@ def main(args: Args) -> dict:
     state["surroundings"] = around
     store_all = stores_everything(args)
     play = {"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
-            "parallel": args.parallel_episodes, "context_length": context_length_of(args, policy)}
+            "parallel": args.engine_options["parallel"], "context_length": context_length_of(args, policy)}
     n = args.problems_per_iteration
 
     def job(number, asked=None):
@@ -235,7 +237,7 @@ def main(args: Args) -> dict:
         clock = Clock()
         for iteration in range(state["iteration"] + 1, args.iterations + 1):
             clock.lap("save")  # logs and checkpoint of the iteration before
-            now = lambda: state["step"] if args.age_unit == "step" else iteration  # noqa: E731
+            now = lambda: iteration if "age_in_iterations" in args.released else state["step"]  # noqa: E731
 
             # ---- sample
             waits = args.fresh_update or not buffer.ready(args.replay_batch_size, now())
@@ -246,29 +248,29 @@ def main(args: Args) -> dict:
                 break
             asked, groups, episodes, transcripts = batch.asked, batch.groups, batch.episodes, batch.transcripts
             arrived, oldest = state["step"], -math.inf if args.max_staleness is None else state["step"] - args.max_staleness
-            birthdays = lambda kept: [e.policy_step if args.age_unit == "step" else iteration for e in kept]  # noqa: E731
+            birthdays = lambda kept: [iteration if "age_in_iterations" in args.released else e.policy_step for e in kept]  # noqa: E731
             ledger.generated(episodes, batch.reread)
             if args.shuffle_rewards:
                 shuffle_rewards(episodes, rng_of(args, "shuffled rewards", iteration))
             if episodes:
                 add_advantages(learner, episodes)
-            played = ranks.joined([outline(episode, is_sound(args, episode, oldest)) for episode in episodes])  # of all ranks
+            played = ranks.joined([outline(episode, is_sound(learner.objective, episode, oldest)) for episode in episodes])  # of all ranks
 
             # ---- store
             broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
-            if len(broken) > args.max_env_error_frac * len(played):
-                fail(f"{len(broken) / len(played):.0%} of the environments raised, more than --max-env-error-frac "
-                     f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
+            if len(broken) > MOST_ENV_ERRORS * len(played):
+                fail(f"{len(broken) / len(played):.0%} of the environments raised, more than "
+                     f"{MOST_ENV_ERRORS:.0%}; the first:\n{broken[0]}")
             if played and all(row["info"]["context_full"] and not row["answered"] for row in played):
                 fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
                      f"model's context of {play['context_length']} tokens")
-            sound = [episode for episode in episodes if is_sound(args, episode, oldest)]  # the others teach nothing
+            sound = [episode for episode in episodes if is_sound(learner.objective, episode, oldest)]  # the others teach nothing
             stored = [episode for episode in sound if store_all or has_signal(episode)]
             for place, group in zip(asked, groups):
                 successes = [float(row["info"]["success"]) for row in played if row["sound"] and row["group_id"] == group]
                 if successes:
                     memories["problems"].update(place, successes, iteration)
-            base = td_errors(learner, stored) + args.eps if args.priority == "td_error" and buffer is not None else None
+            base = td_errors(learner, stored) + args.replay_options["eps"] if args.priority == "td_error" and buffer is not None else None
             if buffer is not None and stored:
                 buffer.add(stored, now(), birthdays=birthdays(stored), base=base)
             if drift is not None:
@@ -296,7 +298,7 @@ def main(args: Args) -> dict:
                 replayed.append(step_on(sample.episodes, unused, weights=sample.weights, ages=sample.ages, replayed=True))
                 samples.append(sample)
                 if args.priority == "td_error":  # the one base priority that changes with the learner
-                    buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.eps)
+                    buffer.update_priorities(sample.ids, td_errors(learner, sample.episodes) + args.replay_options["eps"])
             too_old = sum(row["policy_step"] < oldest for row in played)
             source.sync(state["step"], stale=0 < too_old == len(played))
             state["replay_updates"] += len(replayed)
@@ -309,11 +311,11 @@ def main(args: Args) -> dict:
             # ---- measure the drift, set tau
             fit = None
             if drift is not None:
-                if ranks.agreed(memories["recent"].ready(ranks.share_size(args.probe_episodes), now())):
-                    probe = memories["recent"].sample(ranks.share_size(args.probe_episodes), now())
+                if ranks.agreed(memories["recent"].ready(ranks.share_size(args.replay_options["probe_episodes"]), now())):
+                    probe = memories["recent"].sample(ranks.share_size(args.replay_options["probe_episodes"]), now())
                     log_ratios_BT = token_log_ratios(learner, probe.episodes)
                     ages, log_ratios, kl = map(ranks.joined, (probe.ages, log_ratios_BT.sum(1), token_kl(log_ratios_BT)))
-                    drift.add(ages, kl if args.drift_kl == "token" else sequence_kl(log_ratios))
+                    drift.add(ages, kl if args.replay_options["drift_kl"] == "token" else sequence_kl(log_ratios))
                     log.append("drift.jsonl", drift_record(iteration, state["step"], ages, log_ratios, kl))
                 fit = drift.fit()
                 if fit:

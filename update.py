@@ -128,7 +128,7 @@ def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     how, mask_BT = learner.args.replay_advantage, mask_of(episodes)
     if how == "vtrace":
         return whitened(vtrace_BT, mask_BT, joined=ranks.joined)
-    if how == "released":  # again inside the drawn batch: a lone member is 0 before the whitening
+    if "replay_advantage" in learner.args.released:  # again inside the drawn batch: a lone member is 0 before the whitening
         rewards_B = torch.tensor([episode.reward for episode in episodes])
         groups_B = torch.tensor([episode.group_id for episode in episodes])
         return compute_advantages("grpo", rewards_B, groups_B, mask_BT, whiten=True, joined=ranks.joined)
@@ -218,7 +218,7 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, old:
 def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
     """Adds the gradient of one optimiser step over `episodes` (of all ranks) to policy and critic; returns the step's metrics.
 
-    `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve `--correction age_discount`,
+    `weights` (B,) multiply episodes' losses (importance weights of the draw); `ages` (B,) serve the correction age_discount,
     and say whether an older policy sampled;
     `proximal_BT`, for decoupled_ppo, are the log-probs when the batch's first update began, None: now. All micro-batches
     share one denominator. Rows that can add nothing to the gradient count in it but are not computed.
@@ -297,7 +297,7 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     if metrics["nonfinite"]:
         metrics["where"] = where_not_finite(learner, metrics, partial(score, learner.policy, episodes, learner),
                                             partial(gradients, learner, episodes, weights, ages, proximal_BT, replayed))
-    metrics["steps"] = int(not metrics["nonfinite"] and (trained or args.step_without_signal))
+    metrics["steps"] = int(not metrics["nonfinite"] and (trained or "step_without_signal" in args.released))
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
             for parameter in learner.optimizer.trained:
@@ -317,7 +317,7 @@ def learning_rate_factor(args):
     if args.lr_schedule not in ("constant", "linear", "cosine"):
         raise ValueError(f"--lr-schedule {args.lr_schedule} is allowed, but learning_rate_factor in update.py has no branch for it: "
                          "add one")
-    planned = args.iterations * (fresh + args.replay_updates * (args.lr_steps == "all"))
+    planned = args.iterations * (fresh + args.replay_updates * ("lr_steps" not in args.released))
 
     def factor(step):
         done = min(1.0, max(0, step - args.warmup_steps) / max(1, planned - args.warmup_steps))

@@ -1,7 +1,7 @@
 """Sampling beside training against sampling and training in turns: cost of a step, idle shares, mu, ages, time to a score.
 
-    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2                      # mu near 1; 20 minutes on two cores
-    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2 --wait-ms 40         # moves take a while: mu near 6
+    python benchmarks/bench_async.py --tiny-width 64 --tiny-layers 2                    # mu near 1; 20 minutes on two cores
+    python benchmarks/bench_async.py --tiny-options width 64 layers 2 --wait-ms 40         # moves take a while: mu near 6
     python benchmarks/bench_async.py --seeds 0 --steps 8 --arms "beside, ratio 2" "in turns" --lr 3e-4   # flags of train.py last
 
 Tiny policy, 4x4 FrozenLake, batches of 64 episodes, equal numbers of updates; one thread a process, except where it says two.
@@ -38,7 +38,7 @@ from settings import parse_args  # noqa: E402
 
 FIFO = ["--replay", "uniform", "--fresh-update", "False", "--capacity", "512"]
 BESIDE = ["--async-rollouts", "1"]
-FIXED = [*BESIDE, *FIFO, "--async-fixed-ratio", "True"]
+FIXED = [*BESIDE, *FIFO, "--async-options", "fixed_ratio", "True"]
 ARMS = {  # name: (threads, updates an iteration, flags)
     "in turns": (1, 1, ["--replay", "none"]),
     "in turns, two threads": (2, 1, ["--replay", "none"]),
@@ -175,7 +175,7 @@ def main():
         parser.error(f"--heldout {arguments.heldout} must be above 0")
     if not 0 <= arguments.wait_ms < np.inf:
         parser.error(f"--wait-ms {arguments.wait_ms:g} must be at least 0 and finite")
-    args = parse_args(["--tiny-width", arguments.tiny_width, "--tiny-layers", arguments.tiny_layers])
+    args = parse_args(["--tiny-options", "width", arguments.tiny_width, "layers", arguments.tiny_layers])
     start = policy_folder(args, make_env_factory("frozenlake", {"prompt": "tiny"})())  # of the task that does not wait
     task = ["--env", f"{ROOT}/benchmarks/slow_lake.py:SlowLake", "--env-options", "prompt", "tiny", "wait_ms",
             str(arguments.wait_ms)] if arguments.wait_ms else ["--env-options", "prompt", "tiny"]

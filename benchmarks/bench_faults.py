@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--problems-per-iteration", "6", "--group-size", "4", "--replay-batch-size", "6", "--train-problems", "64", "--eval-problems",
-         "16", "--eval-every", "2", "--checkpoint-every", "1", "--warm-start-updates", "12", "--quiet", "true"]
+         "16", "--eval-every", "2", "--checkpoint-every", "1", "--tiny-options", "updates", "12", "--quiet", "true"]
 SETUPS = {
     "GRPO, fresh replay": [],
     "PPO, critic, td_error, LoRA": ["--algo", "ppo", "--priority", "td_error", "--lora-rank", "4"],
-    "tau auto, problem heap, keep 1": ["--tau", "auto", "--probe-episodes", "8", "--problem-sampler", "heap", "--keep-checkpoints", "1"],
+    "tau auto, problem heap, keep 1": ["--tau", "auto", "--replay-options", "probe_episodes", "8", "--problem-sampler", "heap", "--keep-checkpoints", "1"],
     "wandb offline, minibatches, KL": ["--wandb", "offline", "--fresh-epochs", "2", "--minibatches", "2", "--kl-coef", "0.01"],
 }
 KINDS = ("start", "work", "log", "save")

@@ -131,7 +131,7 @@ def freshreplay_side(case: Case, iterations: int, checkpointing: bool) -> tuple[
     longest = len(chat.start(case.make_env().reset(problems[0], 0))) + case.turns * (case.turn_tokens + 64)
     args = train.Args(replay="none", replay_updates=0, lr=LEARNING_RATE, lr_schedule="constant", warmup_steps=0,
                       max_turns=case.turns, max_new_tokens=case.turn_tokens, micro_batch_tokens=case.rows * longest,
-                      micro_batch_size=case.rows, group_size=case.group_size, problems_per_iteration=case.problems,
+                      group_size=case.group_size, problems_per_iteration=case.problems,
                       gradient_checkpointing=checkpointing)
     learner = train.make_learner(args, policy)
     engine = rollout.HFEngine(learner.policy, [], tokenizer.pad_token_id)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 FLAGS = ("--algo ppo --problems-per-iteration 1 --group-size 2 --capacity 32 --replay-batch-size 4 --replay-updates 1 --lr 1e-5 "
          "--critic-lr 1e-4 --train-problems 64 --eval-problems 4 --eval-every 50 --checkpoint-every 100 --tau auto "
-         "--probe-episodes 4 --problem-sampler heap --max-turns 2 --max-new-tokens 4 --wandb offline").split()
+         "--replay-options probe_episodes 4 --problem-sampler heap --max-turns 2 --max-new-tokens 4 --wandb offline").split()
 
 
 TRIMMED = """

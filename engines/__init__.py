@@ -35,9 +35,9 @@ def make_engine(args, policy, chat, folder):
         return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text, chat.image_processor)
     from engines.vllm import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
-        return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.lora_sync, gpu_memory=args.engine_memory,
+        return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.engine_options["lora_sync"], gpu_memory=args.engine_options["memory"],
                           trust_remote_code=args.trust_remote_code, max_model_len=context_length_of(args, policy), chat=chat)
-    return VLLMServer(kind, policy, stop_ids, lora=args.lora_sync, shared_folder=args.shared_folder)
+    return VLLMServer(kind, policy, stop_ids, lora=args.engine_options["lora_sync"], shared_folder=args.engine_options["shared_folder"])
 
 
 def context_length_of(args, policy) -> int:

@@ -319,12 +319,14 @@ class Samplers:
         """`job`: (number, None or the places that it asks) -> Job, called in the trainer's thread only: first those of `again`,
         which `under_way` gave, then in rising order from `number` on."""
         self.args, self.policy, self.folder, self.play, self.job, self.number = args, policy, folder, play, job, number
+        self.beside = args.async_options
         self.context = multiprocessing.get_context("spawn")
         # without locks: a sampler that is killed while it holds one would stop all
         self.version, self.stop = self.context.Value("q", -1, lock=False), self.context.Value("b", 0, lock=False)
-        self.weights = Path(args.shared_folder or run) / ".sampler_weights"
+        shared_folder = args.engine_options["shared_folder"]
+        self.weights = Path(shared_folder or run) / ".sampler_weights"
         self.weights.mkdir(parents=True, exist_ok=True)
-        for old in self.weights.glob("*") if not args.shared_folder else ():  # of a trainer that was killed
+        for old in self.weights.glob("*") if not shared_folder else ():  # of a trainer that was killed
             old.unlink()
         self.path, self.step = self.weights / weights_name(run), -args.sync_every
         self.sync(step)
@@ -340,7 +342,7 @@ class Samplers:
 
     def kept(self) -> dict:
         """As Direct.kept in lockstep; else nothing: samplers begin with the policy's own weights."""
-        return {"sampled": load_file(self.path)} if self.args.async_lockstep and self.args.sync_every > 1 else {}
+        return {"sampled": load_file(self.path)} if self.beside["lockstep"] and self.args.sync_every > 1 else {}
 
     def restore(self, checkpoint: Path, step: int):
         """What `kept` gave, as old as `step`; before the first `next`."""
@@ -355,7 +357,8 @@ class Samplers:
     def start(self, number: int) -> Sampler:
         ours, theirs = self.context.Pipe()
         args = copy.copy(self.args)
-        args.lora_rank, args.lora_sync, args.dtype = 0, "merge", args.sampler_dtype or args.dtype  # what it gets is merged
+        args.lora_rank, args.engine_options = 0, args.engine_options | {"lora_sync": "merge"}  # what it gets is merged
+        args.dtype = args.async_options["dtype"] or args.dtype
         args.engine, args.quiet = args.engine.split(",")[number % len(args.engine.split(","))], args.quiet or number > 0
         process = self.context.Process(
             target=sampler_process, name=f"sampler {number}", daemon=True,
@@ -417,12 +420,12 @@ class Samplers:
             sampler.process.join()
         code = sampler.process.exitcode
         how = error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
-        if self.closing or self.interrupted or self.restarts >= self.args.restart_samplers:
+        if self.closing or self.interrupted or self.restarts >= self.beside["restarts"]:
             self.failed(f"sampler {sampler.number} died: {how}")
             return
         self.restarts += 1
-        print(f"sampler {sampler.number} died and is started again, {self.restarts} of --restart-samplers "
-              f"{self.args.restart_samplers}: {how}", file=sys.stderr)
+        print(f"sampler {sampler.number} died and is started again, {self.restarts} of --async-options restarts "
+              f"{self.beside['restarts']}: {how}", file=sys.stderr)
         if sampler.job is not None:
             self.jobs.appendleft(sampler.job)
         sampler.pipe.close()
@@ -452,7 +455,7 @@ class Samplers:
         all, or none of it if `wait` is False. None: stop, a sampler died or the run was interrupted."""
         self.order()
         with self.condition:
-            one = self.args.fresh_update or self.args.async_fixed_ratio or self.args.async_lockstep
+            one = self.args.fresh_update or self.beside["fixed_ratio"] or self.beside["lockstep"]
             wait = wait or one
             self.condition.wait_for(lambda: self.batches or self.error or self.interrupted or not wait)
             if self.error or (self.interrupted and not self.batches):
@@ -460,13 +463,13 @@ class Samplers:
             taken = [self.batches.popleft() for _ in range(min(1, len(self.batches)) if one else len(self.batches))]
         for number, _ in taken:
             del self.open[number]
-        if not self.args.async_lockstep:
+        if not self.beside["lockstep"]:
             self.order()
         return joined([batch for _, batch in taken])
 
     def order(self):
         """New jobs, as many as may be open."""
-        room = 1 if self.args.async_lockstep else self.args.async_rollouts + self.args.async_queue
+        room = 1 if self.beside["lockstep"] else self.args.async_rollouts + self.beside["queue"]
         while len(self.open) < room:
             job = self.job(*self.again.popleft()) if self.again else self.job(self.number, None)
             self.jobs.append(job)
@@ -475,8 +478,8 @@ class Samplers:
 
     def sync(self, step: int, within: bool = False, stale: bool = False):
         """Publishes the policy if it is `--sync-every` steps ahead of the published one, or at all with `stale` (see Direct)."""
-        if step - self.step >= (1 if stale else self.args.sync_every) and not (within and self.args.async_lockstep):
-            publish(self.policy, self.path, step, self.args.sampler_dtype and getattr(torch, self.args.sampler_dtype))
+        if step - self.step >= (1 if stale else self.args.sync_every) and not (within and self.beside["lockstep"]):
+            publish(self.policy, self.path, step, self.beside["dtype"] and getattr(torch, self.beside["dtype"]))
             self.step = self.version.value = step
 
     def metrics(self) -> dict:

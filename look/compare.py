@@ -23,13 +23,14 @@ import numpy as np
 import tyro
 import yaml
 
-from runtime.files import fail, read_yaml, whole_lines
+from runtime.files import fail, flat, read_yaml, whole_lines
 
 matplotlib.use("Agg")
 
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
-                 "shared_folder", "restart_samplers"}  # places and logging: no part of the method
+                 "shared_folder", "restart_samplers", "engine_options.parallel", "engine_options.memory",
+                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging: no part of the method, by all names
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
           "seconds": ("time/iteration_s", "seconds"), "compute": ("cost/flops", "floating-point operations")}
@@ -150,7 +151,7 @@ def read_run(path: Path, x: str, y: str) -> Run:
         raise ValueError(f"no {y} yet" if y in keys else f"no metric {y}" + (f"; did you mean {near[0]}?" if near else ""))
     start = lines[0].get(y.replace("eval/", "eval/start_")) if y.startswith("eval/") else None
     points = [(0.0, start)] * (start is not None) + points
-    return Run(path, config, *np.array(points, dtype=float).T)
+    return Run(path, flat(config), *np.array(points, dtype=float).T)
 
 
 def task_of(config: dict) -> dict:

@@ -191,7 +191,8 @@ def estimate(args: PlanArgs) -> list[str]:
         told.append(f"rho {ASSUMED_RHO}: assumed. It cannot be estimated from a run's records, which hold no gradients of single "
                     "episodes; " + ", ".join(f"rho {rho:g} would give N/R {x:.2f} and B/R {y:.2f}" for rho, x, y in plans))
     config = yaml.safe_load((run / "config.yaml").read_text())
-    if config["unit"] == "episode" and config["replay"] != "none":
+    unit = config.get("replay_options", config)["unit"]  # runs of older versions have it outside
+    if unit == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
         ratio, gamma = ("n/a" if last[key] is None else f"{last[key]:.2f}" for key in ("cost/replay_ratio", "time/gamma"))
         stored = last["buffer/added_total"]

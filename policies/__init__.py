@@ -11,7 +11,6 @@ def policy_folder(args, env) -> str | Path:
     """Where --model is: a folder or hub id as given; `tiny` and `tiny-vlm`, warm-started on the task, and `smollm2` are made
     once and kept."""
     if args.model in ("tiny", "tiny-vlm"):
-        return warm_started_tiny(env, Path(args.cache_dir), seed=args.warm_start_seed, updates=args.warm_start_updates,
-                                 skill=args.warm_start_skill, max_turns=args.max_turns, images=args.model == "tiny-vlm",
-                                 width=args.tiny_width, layers=args.tiny_layers)
+        return warm_started_tiny(env, Path(args.cache_dir), max_turns=args.max_turns, images=args.model == "tiny-vlm",
+                                 **args.tiny_options)
     return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model

@@ -235,6 +235,15 @@ def told_plainly(run: Path):
              f"--keep-checkpoints and --transcripts need less), then {again}")
 
 
+def flat(config: dict) -> dict:
+    """Settings without their mappings, {"async_options.queue": 2, ...}; the task's options stay together."""
+    result = {}
+    for key, value in config.items():
+        inner = value if isinstance(value, dict) and key.endswith("_options") and key != "env_options" else None
+        result |= {key: value} if inner is None else {f"{key}.{name}": each for name, each in inner.items()}
+    return result
+
+
 def read_yaml(path: Path, loader=yaml.SafeLoader):
     """The content of a YAML file, at most 64 kB, without aliases and deep nesting: a few lines of those can mean gigabytes.
     OSError, UnicodeDecodeError or yaml.YAMLError where it cannot be read."""

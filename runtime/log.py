@@ -127,7 +127,7 @@ def replay_record(args, objective, iteration: int, step: int, buffer, held: dict
                                            int(episode.action_mask.sum()), *numbers)):
                 drawn[name].append(value if value is None else round(value, 6))
     return {"iteration": iteration, "step": step, "tau": buffer.tau if math.isfinite(buffer.tau) else None, "alpha": buffer.alpha,
-            "age_unit": args.age_unit, "uses": held["uses"],
+            "age_unit": "iteration" if "age_in_iterations" in args.released else "step", "uses": held["uses"],
             "buffer": {name: held[name] for name in ("age", "count", "priority", "mass")}, "drawn": drawn}
 
 

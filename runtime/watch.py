@@ -135,7 +135,7 @@ class Watch:
                 f"not one of {turns} answers was valid: only the format penalty is left to learn from. Likely the model does "
                 f"not know the task's answer format{', or its answers are cut' if cut > turns / 2 else ''}: see eval.py show; "
                 "--max-new-tokens higher, --temperature lower, --format-penalty above 0, or a model that follows "
-                "instructions (for --model tiny: more --warm-start-updates)")
+                "instructions (for --model tiny: more --tiny-options updates)")
         if turns and cut > CUT * turns:
             found["cut"] = f"nearly every answer was cut at --max-new-tokens {self.args.max_new_tokens}; a higher limit may help"
         return found
@@ -149,7 +149,7 @@ class Watch:
             return {}
         return {"stale": f"{dropped} of the {all} episodes of {TOO_OLD_HISTORY} iterations were dropped as older than "
                 f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or "
-                f"make them younger: fewer batches ahead (--async-queue, now {self.args.async_queue}), new weights more often "
+                f"make them younger: fewer batches ahead (--async-options queue, now {self.args.async_options['queue']}), new weights more often "
                 f"(--sync-every, now {self.args.sync_every})"}
 
     def gradient(self, kind: str, updates: list[dict]) -> dict:
@@ -160,7 +160,7 @@ class Watch:
                 continue
             middle = float(np.median(norms)) if norms else math.inf
             if len(norms) >= SPIKE_HISTORY / 5 and norm > SPIKE * middle > 0:
-                stale = "stale episodes with large ratios (--tau or --max-age smaller, --dual-clip 3), or " * (kind == "replay")
+                stale = "stale episodes with large ratios (a smaller --tau or --replay-options max_age, --loss-options dual_clip 3), or " * (kind == "replay")
                 found[f"spike {kind}"] = (
                     f"the gradient norm of a {kind} update is {norm:.3g}, {norm / middle:.0f} times the median of the last "
                     f"{len(norms)}; it was clipped to --max-grad-norm {self.args.max_grad_norm:g}. Likely {stale}a step that was "
@@ -180,15 +180,15 @@ class Watch:
             return {}
         return {"entropy": f"the entropy has collapsed to {now:.2g} nats a token, {now / self.entropy:.1%} of the first "
                 "iteration's: the samples of a group are nearly the same, and little is left to learn from. Likely too long or "
-                "too many steps: --entropy-coef 0.001, --eps-high 0.28, --kl-coef 0.01, a smaller --lr, fewer --replay-updates"}
+                "too many steps: --entropy-coef 0.001, --loss-options eps_high 0.28, --kl-coef 0.01, a smaller --lr, fewer --replay-updates"}
 
     def ratios(self, kind: str, updates: list[dict]) -> dict:
         for update in updates:
             kl, ess, clamped = (update.get(key) for key in ("kl_behavior_k3", "ess_token", "clamped"))
             if kl is None or ess is None or not (kl > RATIO_KL or ess < RATIO_ESS or clamped):
                 continue
-            cause = "the episodes are too old for this learning rate: --tau, --max-age or --capacity smaller, fewer " \
-                "--replay-updates, a smaller --lr" if kind == "replay" else \
+            cause = "the episodes are too old for this learning rate: --tau, --capacity or --replay-options max_age smaller, " \
+                "fewer --replay-updates, a smaller --lr" if kind == "replay" else \
                 "sampler and trainer disagree (see fresh/sampler_trainer_difference; --dtype float32), or several steps on one " \
                 "batch went too far (--fresh-epochs 1, a smaller --lr)"
             return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "

@@ -90,14 +90,20 @@ def read_study(path: Path) -> Study:
 
 
 def flags_of(study: Study, job: Job) -> dict:
-    return study.flags | study.arms[job.arm] | {"lr": job.lr, "seed": job.seed}
+    """Those of the arm over the study's; of options, of which both may hold some, each alone."""
+    flags = study.flags | study.arms[job.arm] | {"lr": job.lr, "seed": job.seed}
+    for key, value in study.flags.items():
+        if isinstance(value, dict):
+            flags[key] = value | study.arms[job.arm].get(key, {})
+    return flags
 
 
 def command(study: Study, job: Job, runs: Path) -> list[str]:
-    """The command line of a run; pairs of env_options stand in a mapping."""
+    """The command line of a run; pairs of options stand in a mapping."""
     words = []
     for key, value in flags_of(study, job).items():
-        values = [word for pair in value.items() for word in pair] if isinstance(value, dict) else [value]
+        values = [word for pair in value.items() for word in pair] if isinstance(value, dict) else \
+            value if isinstance(value, list) else [value]
         words += [f"--{key.replace('_', '-')}", *map(str, values)]
     return [str(ROOT / "train.py"), str(ROOT / study.config), "--name", job.name, "--runs-dir", str(runs), "--wandb", "off",
             "--quiet", "True", "--transcripts", "0", "--checkpoint-every", "0", *words]
@@ -199,7 +205,7 @@ def missing(study: Study, jobs: list[Job]) -> list[Job]:
         path = study.data / job.name / "config.yaml"
         played = yaml.safe_load(path.read_text()) if path.exists() else {}
         for key, value in flags_of(study, job).items():
-            if not isinstance(value, dict) and played.get(key, value) != value:  # a flag may be newer than the run
+            if not isinstance(value, (dict, list)) and played.get(key, value) != value:  # a flag may be newer than the run
                 fail(f"{path}: {key} was {played[key]!r}, and {study.name}.yaml says {value!r}: remove that folder, or undo the "
                      "change")
     return [job for job in jobs if not (study.data / job.name).exists()]

@@ -31,7 +31,7 @@ def tiny_folder(cache_dir):
 @pytest.fixture(scope="session")
 def quick_flags(cache_dir, tiny_folder):
     """Flags of a run of seconds; the warm start is the session's own (same key as `tiny_folder`)."""
-    return ["--wandb", "off", "--cache-dir", str(cache_dir), "--warm-start-updates", "12", "--eval-problems", "16",
+    return ["--wandb", "off", "--cache-dir", str(cache_dir), "--tiny-options", "updates", "12", "--eval-problems", "16",
             "--eval-every", "0", "--problems-per-iteration", "6", "--group-size", "4", "--replay-batch-size", "6",
             "--train-problems", "64"]
 

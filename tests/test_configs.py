@@ -3,6 +3,7 @@ import pytest
 import yaml
 
 from conftest import ROOT
+from runtime.options import SEVERAL
 from settings import Args, parse_args
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -12,7 +13,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 def test_a_config_parses_says_what_to_expect_and_differs_from_the_defaults(path, capsys):
     text = path.read_text()
     args = parse_args([str(path)])
-    given = {key: value for key, value in yaml.safe_load(text).items() if key != "env_options"}
+    given = {key: value for key, value in yaml.safe_load(text).items() if key not in SEVERAL}
     usual = parse_args(["--model", args.model, "--env", args.env]) if args.model == "tiny" else Args()
     same = [key for key in given if getattr(args, key) == getattr(usual, key) and key != "env"]
     assert "xpect" in text or "shows the path at work" in text or "shows the whole path" in text

@@ -272,7 +272,7 @@ def test_the_denominator_of_the_ratio_is_what_was_sampled_and_never_recomputed()
 def test_truncated_importance_weights_between_trainer_and_engine_carry_no_gradient():
     p = math.exp(-1)
     policy = bigram(same_rows([0.2, p, 0.8 - p]))
-    learner = make_learner(Args(algo="decoupled_ppo", correction_high=2.0), policy)
+    learner = make_learner(Args(algo="decoupled_ppo", loss_options={"correction_high": 2.0}), policy)
     row = episode([0, 1, 1], [0, 1, 1], advantage=1.0)
     row.behavior_logprobs = np.array([0, -1, -4], np.float32)
     metrics = gradients(learner, [row])
@@ -311,7 +311,7 @@ def test_log_probs_belong_to_the_token_they_stand_at():
 
 def test_exactly_the_group_with_signal_is_stored_with_all_that_belongs_to_it(run_task):
     _, run, updates = run_task("return '', [[1.0, 0.0], [1.0, 1.0]][self.problem_id % 2][self.number % 2], True, True",
-                               "--unit", "group", "--capacity", 4, "--replay-updates", 1)
+                               "--replay-options", "unit", "group", "--capacity", 4, "--replay-updates", 1)
     checkpoint, = (run / "checkpoints").iterdir()
     buffer = ReplayBuffer.load(checkpoint / "buffer")
     assert len(buffer) == 1
@@ -412,7 +412,7 @@ def test_without_replay_a_run_needs_no_buffer_and_equals_one_that_never_draws(ru
 
 def test_only_the_last_groups_with_signal_are_kept(run_task):
     _, run, _ = run_task("return '', float(self.problem_id == 0 and self.number % 2), True, True", "--iterations", 4,
-                         "--unit", "group", "--capacity", 2, "--tau", "inf")
+                         "--replay-options", "unit", "group", "--capacity", 2, "--tau", "inf")
     buffer = ReplayBuffer.load(max((run / "checkpoints").iterdir()) / "buffer")
     rows = buffer.sample(2, step=99).episodes
     assert {row.problem_id for row in rows} == {0} and {row.iteration for row in rows} == {3, 4}
@@ -421,8 +421,8 @@ def test_only_the_last_groups_with_signal_are_kept(run_task):
 def test_long_episodes_are_trained_as_often_as_short_ones_and_drops_by_age_are_counted_in_tokens(run_task):
     metrics, _, updates = run_task(
         "long = self.problem_id == 1\nreturn 'No', float(self.number % 2), self.turn == (5 if long else 1), True",
-        "--iterations", 20, "--problems-per-iteration", 1, "--replay", "uniform", "--replay-updates", 1, "--max-age", 3,
-        "--age-unit", "iteration", "--max-turns", 5)
+        "--iterations", 20, "--problems-per-iteration", 1, "--replay", "uniform", "--replay-updates", 1, "--replay-options", "max_age", 3,
+        "--released", "age_in_iterations", "--max-turns", 5)
     fresh = [row for replayed, rows in updates if not replayed for row in rows]
     lengths = [np.mean([len(row.tokens) for row in fresh if row.problem_id == problem]) for problem in (0, 1)]
     assert lengths[1] > 3 * lengths[0]
@@ -503,9 +503,9 @@ def test_observations_get_exactly_no_gradient(options):
     assert moved == [2, 3]  # the states that predict tokens 12 and 13
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 2])
-def test_one_token_denominator_however_a_step_is_cut_into_micro_batches(rows_at_once):
-    learner = make_learner(Args(algo="dapo", micro_batch_size=rows_at_once), bigram(same_rows([0.5, 0.5])))
+@pytest.mark.parametrize("pass_tokens", [1, 4096])
+def test_one_token_denominator_however_a_step_is_cut_into_micro_batches(pass_tokens):
+    learner = make_learner(Args(algo="dapo", micro_batch_tokens=pass_tokens), bigram(same_rows([0.5, 0.5])))
     half = math.log(0.5)
     rows = [episode([1, 0], [0, 1], advantage=-1.0, logprobs=half), episode([1, 0, 1, 0], [0, 1, 1, 1], logprobs=half)]
     rows[1].advantages = np.array([0, -1, 1, 0], np.float32)  # token losses [1] and [1, -1, 0]: one over four
@@ -539,7 +539,7 @@ def test_absolute_positions_do_not_depend_on_the_padding():
 
 @pytest.mark.parametrize("gamma, expected", [(1.0, [1, 1, 0, 0, 1, 1]), (0.5, [0.125, 0.25, 0, 0, 0.5, 1])])
 def test_a_reward_at_the_end_reaches_the_turns_before_an_observation_undiscounted_by_it(gamma, expected):
-    learner = make_learner(Args(algo="ppo", gamma=gamma), bigram(same_rows([0.5, 0.5])))
+    learner = make_learner(Args(algo="ppo", loss_options={"gamma": gamma}), bigram(same_rows([0.5, 0.5])))
     mask = [0, 1, 1, 0, 0, 1, 1]
     rows = [episode([1] * 7, mask, rewards=[0.0, reward], turn_ends=[3, 7]) for reward in (1.0, 0.0)]
     add_advantages(learner, rows)  # values are 0 at the start
@@ -555,7 +555,7 @@ def test_every_turns_reward_reaches_the_learner():
     chat = chat_of(CHATML)
     rows = played(chat, lambda id, turn: "a", lambda: Talk((0.1, -0.1, 1.0)), [0, 1])
     assert rows[0].reward == pytest.approx(1.0) and rows[0].turn_rewards.tolist() == pytest.approx([0.1, -0.1, 1.0])
-    learner = make_learner(Args(algo="ppo", lam=1.0), bigram(torch.zeros(120, 120)))
+    learner = make_learner(Args(algo="ppo", loss_options={"lam": 1.0}), bigram(torch.zeros(120, 120)))
     add_advantages(learner, rows)
     returns_BT = value_targets(learner, rows, replayed=False)[1]
     assert returns_BT[0, rows[0].turn_ends - 1].tolist() == pytest.approx([1.0, 0.9, 1.0], abs=1e-6)
@@ -592,8 +592,8 @@ def test_the_mean_is_that_of_the_group_whatever_its_size():
 def test_the_kl_in_the_loss_has_the_gradient_of_the_kl_on_fresh_and_on_replayed_data(replayed):
     reference, pi, mu = (torch.tensor(row) for row in ([0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]))
     policy = bigram(reference.log().expand(3, -1))
-    learner = make_learner(Args(algo="grpo", kl_coef=1.0, kl_kind="k3_straight_through", aggregation="seq_mean_token_sum",
-                                temperature=1.0), policy)
+    learner = make_learner(Args(algo="grpo", kl_coef=1.0, temperature=1.0, loss_options={
+        "kl_kind": "k3_straight_through", "aggregation": "seq_mean_token_sum"}), policy)
     with torch.no_grad():
         policy.lm_head.weight[:, :3] = pi.log()[:, None].expand(-1, 3) / math.sqrt(8)
     sampler = mu if replayed else pi  # every action once, weighted by its probability: an expectation

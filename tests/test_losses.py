@@ -1016,8 +1016,8 @@ def test_the_facts_of_an_advantage_are_those_of_its_function(kind):
     assert not entry.group_mean or not entry.whitened  # the mean over the batch would make it something again
 
 
-def args_with(**flags):
-    return Args(name="x", **flags)
+def args_with(algo, loss=None, **options):
+    return Args(name="x", algo=algo, loss=loss, loss_options=options)
 
 
 @pytest.mark.parametrize("flags, limits", [

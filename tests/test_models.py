@@ -84,14 +84,14 @@ def test_micro_batches_pad_least_of_all_ways_to_cut_the_sorted_rows():
     rng = np.random.default_rng(0)
     for trial in range(60):
         lengths = rng.integers(1, 12, size=rng.integers(1, 9)).tolist()
-        budget, most = int(rng.integers(5, 40)), [None, 2][trial % 2]
+        budget = int(rng.integers(5, 40))
         ordered, best = sorted(lengths, reverse=True), np.inf
         for cuts in itertools.product((False, True), repeat=len(lengths) - 1):
             edges = [0, *[place + 1 for place, cut in enumerate(cuts) if cut], len(lengths)]
             parts = [ordered[a:b] for a, b in zip(edges, edges[1:])]
-            if all(len(part) == 1 or (len(part) * part[0] <= budget and len(part) <= (most or 99)) for part in parts):
+            if all(len(part) == 1 or len(part) * part[0] <= budget for part in parts):
                 best = min(best, sum(len(part) * part[0] + budget / 16 for part in parts))
-        found = micro_batches(lengths, budget, most)
+        found = micro_batches(lengths, budget)
         assert sorted(sum(found, [])) == list(range(len(lengths)))
         assert sum(len(batch) * lengths[batch[0]] + budget / 16 for batch in found) == pytest.approx(best)
 
@@ -102,15 +102,15 @@ def test_micro_batches_with_prompts_compute_least_of_all_ways_to_cut_rows_in_the
     for trial in range(60):
         prompts = [((1,) * 3, (2,) * 4, (3,))[which] for which in rng.integers(0, 3, size=rng.integers(1, 9))]
         lengths = [len(prompt) + int(rng.integers(1, 9)) for prompt in prompts]
-        budget, most = int(rng.integers(5, 40)), [None, 2][trial % 2]
+        budget = int(rng.integers(5, 40))
 
         def cost(batch):
             width = max(lengths[row] for row in batch)
-            if len(batch) > 1 and (len(batch) * width > budget or len(batch) > (most or 99)):
+            if len(batch) > 1 and len(batch) * width > budget:
                 return np.inf
             once = sum(map(len, {prompts[row] for row in batch})) + sum(lengths[row] - len(prompts[row]) for row in batch)
             return 0.75 * once + 0.25 * len(batch) * width + budget / 16
-        found = micro_batches(lengths, budget, most, prompts)
+        found = micro_batches(lengths, budget, prompts)
         order = sum(found, [])
         assert sorted(order) == list(range(len(lengths)))
         families = [prompts[row] for row in order]
@@ -124,11 +124,10 @@ def test_micro_batches_with_prompts_compute_least_of_all_ways_to_cut_rows_in_the
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     lengths = np.random.default_rng(0).integers(1, 60, size=50).tolist()
-    for rows in (None, 1, 3):
-        batches = micro_batches(lengths, 128, rows)
-        assert sorted(row for batch in batches for row in batch) == list(range(50))
-        assert all(len(batch) * max(lengths[row] for row in batch) <= 128 for batch in batches)
-        assert all(len(batch) <= (rows or 50) for batch in batches)
+    batches = micro_batches(lengths, 128)
+    assert sorted(row for batch in batches for row in batch) == list(range(50))
+    assert all(len(batch) * max(lengths[row] for row in batch) <= 128 for batch in batches)
+    assert all(len(batch) == 1 for batch in micro_batches(lengths, 1))
     assert micro_batches([500], 128) == [[0]]  # a row that is too long goes alone; it is not cut
 
 

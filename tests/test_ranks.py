@@ -352,8 +352,8 @@ def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--fresh-fraction", 0.05], "--fresh-fraction 0.05 of the 8 that a process has of --replay-batch-size 64 rounds to none"),
-    (["--replay-sampler", "positive_bias", "--positive-fraction", 0.003], "--positive-fraction 0.003 of the 128")])
+    (["--replay-options", "fresh_fraction", 0.05], "--replay-options fresh_fraction 0.05 of the 8 that a process has of --replay-batch-size 64 rounds to none"),
+    (["--replay", "positive_bias", "--replay-options", "positive_fraction", 0.003], "--replay-options positive_fraction 0.003 of the 128")])
 def test_a_share_that_rounds_to_nothing_is_refused(monkeypatch, capsys, flags, words):
     """0.05 x 64 is 3 entries for one process, 0.4 of an entry for each of eight."""
     args = parse_args(list(map(str, flags)))
@@ -366,7 +366,7 @@ def test_a_share_that_rounds_to_nothing_is_refused(monkeypatch, capsys, flags, w
 @pytest.mark.slow
 def test_an_empty_cache_is_filled_by_the_first_process(tmp_path, quick_flags):
     """In the others transformers writes no weights."""
-    torchrun(*quick_flags, "--cache-dir", tmp_path / "cache", "--warm-start-updates", 1, "--eval-problems", 2, "--iterations", 1,
+    torchrun(*quick_flags, "--cache-dir", tmp_path / "cache", "--tiny-options", "updates", 1, "--eval-problems", 2, "--iterations", 1,
              "--runs-dir", tmp_path)
 
 
@@ -390,7 +390,7 @@ def test_replay_over_ranks_and_its_resharding(tmp_path, quick_flags):
     """Replay, --tau auto and a critic on two ranks; then the run goes on with one process, and with two again."""
     run = tmp_path / "two"
     torchrun(*quick_flags, *UNEVEN, "--runs-dir", tmp_path, "--name", "two", "--algo", "ppo", "--priority", "td_error", "--tau",
-             "auto", "--probe-episodes", 8, "--iterations", 3)
+             "auto", "--replay-options", "probe_episodes", 8, "--iterations", 3)
     before = metrics_of(run)[-1]
     assert before["replay/updates"] == 2 and before["buffer/size"] == 60 and before["buffer/added_total"] == 60
     train("--resume", run, "--iterations", 4)

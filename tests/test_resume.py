@@ -577,7 +577,7 @@ def test_what_is_not_finite_outside_an_update_ends_the_run_with_its_name(tmp_pat
 
         monkeypatch.setattr(train_module, "make_learner", make_learner)
     elif place == "probe":
-        more, words = ["--tau", "auto", "--probe-episodes", 4, "--replay-updates", 0], ["log-probs of the policy", "weights of the policy: lm_head"]
+        more, words = ["--tau", "auto", "--replay-options", "probe_episodes", 4, "--replay-updates", 0], ["log-probs of the policy", "weights of the policy: lm_head"]
         real = train_module.token_log_ratios
 
         def token_log_ratios(learner, episodes):

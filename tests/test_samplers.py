@@ -249,15 +249,15 @@ def test_without_processes_delayed_weights_are_those_of_the_last_sync(tiny_folde
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--async-lockstep", "True"], ["--async-lockstep", "--async-rollouts 1"]),
-    (["--async-lockstep", "True", "--async-rollouts", "2"], ["--async-lockstep", "2"]),
-    (["--restart-samplers", "2"], ["--restart-samplers 2", "--async-rollouts"]),
-    (["--async-queue", "1"], ["--async-queue 1", "--async-rollouts"]),
-    (["--async-queue", "1", "--async-lockstep", "True", "--async-rollouts", "1"], ["--async-queue 1", "--async-lockstep"]),
-    (["--async-fixed-ratio", "True", "--async-rollouts", "1"], ["--async-fixed-ratio True", "--fresh-update False"]),
-    (["--async-fixed-ratio", "True", "--async-rollouts", "1", "--fresh-update", "False", "--async-lockstep", "True"],
-     ["--async-fixed-ratio True", "--async-lockstep False"]),
-    (["--lora-rank", "4", "--lora-sync", "adapter", "--async-rollouts", "1"], ["--lora-sync adapter", "--async-rollouts 1"]),
+    (["--async-options", "lockstep", "True"], ["--async-options", "lockstep", "--async-rollouts 1"]),
+    (["--async-options", "lockstep", "True", "--async-rollouts", "2"], ["--async-options", "lockstep", "2"]),
+    (["--async-options", "restarts", "2"], ["--async-options restarts 2", "--async-rollouts"]),
+    (["--async-options", "queue", "1"], ["--async-options queue 1", "--async-rollouts"]),
+    (["--async-options", "queue", "1", "lockstep", "True", "--async-rollouts", "1"], ["--async-options queue 1", "lockstep"]),
+    (["--async-options", "fixed_ratio", "True", "--async-rollouts", "1"], ["--async-options fixed_ratio True", "--fresh-update False"]),
+    (["--async-options", "fixed_ratio", "True", "--async-rollouts", "1", "--fresh-update", "False", "--async-options", "lockstep", "True"],
+     ["--async-options fixed_ratio True", "--async-options lockstep False"]),
+    (["--lora-rank", "4", "--engine-options", "lora_sync", "adapter", "--async-rollouts", "1"], ["lora_sync adapter", "--async-rollouts 1"]),
     (["--async-rollouts", "-1"], ["--async-rollouts -1", "at least 0"]),
     (["--sync-every", "0"], ["--sync-every 0", "above 0"]),
     (["--async-rollouts", "2", "--engine", "http://a:1"], ["--engine", "each sampler"]),
@@ -272,7 +272,7 @@ def test_wrong_settings_are_refused(capsys, flags, words):
 
 def test_a_shared_folder_that_does_not_exist_is_refused_and_not_made(quick_flags, tmp_path):
     done = train(*quick_flags, "--runs-dir", tmp_path / "runs", "--iterations", 1, "--replay", "none", "--async-rollouts", 1,
-                 "--shared-folder", tmp_path / "smh", check=False)
+                 "--engine-options", "shared_folder", tmp_path / "smh", check=False)
     assert done.returncode == 2 and f"error: --shared-folder {tmp_path / 'smh'} must be a folder that exists" in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -461,12 +461,12 @@ def same_run(first, second) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("flags, ages", [
     (FROM_BUFFER, [0, 0, 0, 0]), ([*FROM_BUFFER, "--sync-every", "3"], [0, 2, 0, 2]),
-    (["--replay", "fresh"], [0, 0, 0, 0]), (["--replay", "fresh", "--tau", "auto", "--probe-episodes", "4"], [0, 0, 0, 0]),
+    (["--replay", "fresh"], [0, 0, 0, 0]), (["--replay", "fresh", "--tau", "auto", "--replay-options", "probe_episodes", "4"], [0, 0, 0, 0]),
 ], ids=["buffer alone", "delayed", "fresh update", "tau auto"])
 def test_lockstep_is_the_synchronous_loop(tmp_path, quick_flags, flags, ages):
     both = [*quick_flags, *flags, "--runs-dir", tmp_path, "--iterations", 4]
     train(*both, "--name", "sync")
-    train(*both, "--name", "lock", "--async-rollouts", 1, "--async-lockstep", "True")
+    train(*both, "--name", "lock", "--async-rollouts", 1, "--async-options", "lockstep", "True")
     assert same_run(tmp_path / "sync", tmp_path / "lock")
     assert [line["fresh/staleness_mean"] for line in timeless(tmp_path / "lock")] == ages
     assert (tmp_path / "lock" / "drift.jsonl").exists() == ("auto" in flags)
@@ -501,7 +501,7 @@ def interrupted(run) -> tuple[int, list]:
 def test_lockstep_goes_on_after_an_interrupt_as_the_synchronous_run(tmp_path, quick_flags, lingering):
     flags = [*quick_flags, *lingering, *FROM_BUFFER, "--sync-every", 3, "--iterations", 6]
     train(*flags, "--runs-dir", tmp_path, "--name", "sync")
-    run = Started(tmp_path, *flags, "--async-rollouts", 1, "--async-lockstep", "True")
+    run = Started(tmp_path, *flags, "--async-rollouts", 1, "--async-options", "lockstep", "True")
     done, under_way = interrupted(run)
     assert done < 6 and under_way == [done + 1]
     train("--resume", run.run)
@@ -510,7 +510,7 @@ def test_lockstep_goes_on_after_an_interrupt_as_the_synchronous_run(tmp_path, qu
 
 @pytest.mark.slow
 def test_every_batch_is_played_once_in_a_run_that_was_interrupted(tmp_path, quick_flags, lingering):
-    run = Started(tmp_path, *quick_flags, *lingering, "--replay", "none", "--async-rollouts", 1, "--async-queue", 1, "--iterations", 500)
+    run = Started(tmp_path, *quick_flags, *lingering, "--replay", "none", "--async-rollouts", 1, "--async-options", "queue", 1, "--iterations", 500)
     done, under_way = interrupted(run)
     assert under_way == [done + 1, done + 2]
     train("--resume", run.run, "--iterations", done + 4)
@@ -589,14 +589,14 @@ def test_most_episodes_too_old_is_told_once_with_the_flags_that_help():
                 again.load_state_dict(json.loads(json.dumps(look.state_dict())))
                 look = again
         assert len(found) == told
-        assert all(flag in text for text in found for flag in ("--max-staleness 1", "--async-queue", "--sync-every"))
+        assert all(flag in text for text in found for flag in ("--max-staleness 1", "--async-options queue", "--sync-every"))
     look.load_state_dict({key: value for key, value in look.state_dict().items() if key != "dropped"})  # of an older checkpoint
 
 
 @pytest.mark.slow
 def test_a_queue_trains_on_each_episode_once_and_drops_what_is_too_old(tmp_path, quick_flags):
     flags = [*quick_flags, "--replay", "none", "--async-rollouts", 1, "--runs-dir", tmp_path]
-    train(*flags, "--name", "queue", "--iterations", 5, "--async-queue", 1)
+    train(*flags, "--name", "queue", "--iterations", 5, "--async-options", "queue", 1)
     lines = metrics_of(tmp_path / "queue")
     assert all(line["fresh/episodes"] == 24 for line in lines) and lines[-1]["cost/episodes_generated"] == 120
     assert lines[-1]["cost/episodes_trained"] == 120 and lines[-1]["cost/replay_ratio"] == 1
@@ -617,7 +617,7 @@ def test_a_queue_trains_on_each_episode_once_and_drops_what_is_too_old(tmp_path,
 
 @pytest.mark.slow
 def test_replay_beside_sampling_and_a_sampler_that_is_killed_is_replaced(tmp_path, quick_flags):
-    run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--async-rollouts", 2, "--iterations", 12, "--restart-samplers", 1)
+    run = Started(tmp_path, *quick_flags, *FROM_BUFFER, "--async-rollouts", 2, "--iterations", 12, "--async-options", "restarts", 1)
     assert len(run.samplers) == 2
     os.kill(run.samplers[0], signal.SIGKILL)
     errors = run.ended(0, 450)
@@ -661,7 +661,7 @@ class Mine(FrozenLake):
     pass
 """)
     done = train(*quick_flags, *FROM_BUFFER, "--env", f"{tmp_path / 'mine.py'}:Mine", "--async-rollouts", 1,
-                 "--restart-samplers", 2, "--runs-dir", tmp_path / "runs", "--name", "x", check=False)
+                 "--async-options", "restarts", 2, "--runs-dir", tmp_path / "runs", "--name", "x", check=False)
     assert done.returncode == 2 and done.stderr == "error: one process at a time may open the boards\n", done.stderr
     assert "processes: 1, samplers: 1\n" in done.stdout and not list((tmp_path / "runs").iterdir())
     [pid] = [int(path.name[4:]) for path in tmp_path.glob("pid_*")]

@@ -225,7 +225,7 @@ def test_a_smaller_tiny_policy_has_heads_that_fill_its_width():
     assert (usual.hidden_size, usual.num_hidden_layers, usual.num_attention_heads, usual.num_key_value_heads) == (128, 4, 4, 2)
 
 
-@pytest.mark.parametrize("flags", [["--tiny-width", "96"], ["--tiny-width", "32"], ["--tiny-layers", "0"]])
+@pytest.mark.parametrize("flags", [["--tiny-options", "width", "96"], ["--tiny-options", "width", "32"], ["--tiny-options", "layers", "0"]])
 def test_a_width_without_whole_heads_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         parse_args(flags)

@@ -63,10 +63,10 @@ def refused(capsys, *flags):
     (["--replay", "per", "--tau", "20"], ["--replay per", "--tau 20"]),
     (["--fresh-update", "False", "--replay", "none"], ["trains on nothing"]),
     (["--fresh-update", "False", "--replay", "uniform", "--fresh-epochs", "3"], ["--fresh-epochs 3", "--fresh-update False"]),
-    (["--fresh-update", "False", "--replay", "uniform", "--lr-steps", "fresh"], ["--lr-steps fresh", "--lr-steps all"]),
+    (["--fresh-update", "False", "--replay", "uniform", "--released", "lr_steps"], ["--released lr_steps"]),
     (["--replay-batch-size", "100", "--capacity", "50"], ["--replay-batch-size 100", "--capacity 50"]),
-    (["--min-size", "5000"], ["--min-size 5000", "--capacity 1024", "never start"]),
-    (["--positive-fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
+    (["--replay-options", "min_size", "5000"], ["--replay-options min_size 5000", "--capacity 1024", "never start"]),
+    (["--replay-options", "positive_fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
     (["--alpha", "-1"], ["alpha", "-1"]),
     (["--minibatches", "99"], ["--minibatches 99"]),
     (["--lr", "0"], ["--lr"]),
@@ -77,17 +77,33 @@ def refused(capsys, *flags):
     (["configs/no_such.yaml"], ["configs/no_such.yaml"]),
     (["--resume", "runs/none_such"], ["runs/none_such"]),
     (["--replay", "uniform", "--tau", "auto"], ["--tau auto", "uniform"]),
-    (["--replay", "uniform", "--sampler", "prioritized"], ["uniform", "prioritized"]),
+    (["--sampler", "prioritized"], ["--sampler", "--replay"]),
+    (["--alpha", "0"], ["--alpha 0", "--replay uniform"]),
+    (["--replay", "per", "--priority", "uniform"], ["--replay per", "--replay uniform"]),
+    (["--eps-high", "0.3"], ["--eps-high is now --loss-options eps_high"]),
+    (["--max-env-error-frac", "0.3"], ["--max-env-error-frac", "0.1"]),
+    (["--loss-options", "eps_hihg", "0.3"], ["eps_hihg", "did you mean eps_high"]),
+    (["--loss", "gspo", "--loss-options", "dual_clip", "3"], ["dual_clip", "gspo", "It has", "eps_low"]),
+    (["--loss", "is_reinforce", "--loss-options", "level", "tokens"], ["level tokens", "token or sequence"]),
+    (["--loss-options", "m2_bound", "3", "--loss", "m2po"], ["m2_bound", "m2_budget"]),
+    (["--loss-options", "eps_high"], ["--loss-options", "pairs"]),
+    (["--tiny-options", "layers", "1.5"], ["--tiny-options layers 1.5", "whole number"]),
+    (["--tiny-options", "layers", "None"], ["--tiny-options layers None", "must not be None"]),
+    (["--engine-options", "memory", "2"], ["--engine-options memory 2", "between 0 and 1"]),
+    (["--async-options", "lockstep", "maybe"], ["lockstep maybe", "True or False"]),
+    (["--problem-options", "band_low", "0.9"], ["band_low 0.9", "band_high 0.75"]),
+    (["--released", "lr_step"], ["lr_step", "did you mean lr_steps"]),
+    (["--released", "insert_max", "--insert-priority", "base"], ["insert_max", "--insert-priority base"]),
     (["--algo", "asymre", "--group-size", "1"], ["--group-size 1", "the same"]),
-    (["--algo", "tba"], ["--unit group"]),
-    (["--kl-coef", "0.1", "--kl-in", "reward", "--kl-kind", "is_k3"], ["is_k3", "k1"]),
+    (["--algo", "tba"], ["--replay-options unit group"]),
+    (["--kl-coef", "0.1", "--loss-options", "kl_in", "reward", "kl_kind", "is_k3"], ["is_k3", "k1"]),
     (["--replay-advantage", "vtrace"], ["vtrace", "--algo ppo"]),
     (["--priority", "td_error"], ["td_error", "--algo ppo"]),
-    (["--correction", "tis_token"], ["tis_token", "decoupled_ppo"]),
+    (["--loss-options", "correction", "tis_token"], ["tis_token", "decoupled_ppo"]),
     (["--format-penalty", "nan"], ["--format-penalty nan", "a number"]),
-    (["--warm-start-skill", "1.5"], ["between 0 and 1"]),
-    (["--beta-steps", "0"], ["--beta-steps 0"]),
-    (["--advantage-clip", "-1"], ["--advantage-clip -1"]),
+    (["--tiny-options", "skill", "1.5"], ["between 0 and 1"]),
+    (["--replay-options", "beta_steps", "0"], ["--replay-options beta_steps 0", "above 0"]),
+    (["--loss-options", "advantage_clip", "-1"], ["--loss-options advantage_clip -1", "above 0"]),
     (["--seed", "-1"], ["--seed -1"]),
     (["--env", "frozen_lake"], ["frozen_lake", "frozenlake"]),
     (["--env-options", "sizes", "8"], ["sizes", "size"]),
@@ -96,7 +112,7 @@ def refused(capsys, *flags):
     (["--top-p", "0.9"], ["--top-p", "part of the vocabulary", "--temperature"]),
     (["--top_k", "5"], ["--top-k", "part of the vocabulary"]),
     (["--min-p=0.1"], ["--min-p"]),
-    (["--parallel-episodes", "0"], ["--parallel-episodes 0"]),
+    (["--engine-options", "parallel", "0"], ["--engine-options parallel 0"]),
     (["--env-options", "size", "-5"], ["size", "-5"]),
     (["--env", "maths"], ["--env maths", "tiny"]),
     (["--lr", "inf"], ["--lr inf", "finite"]),
@@ -127,6 +143,11 @@ def test_help_names_every_task(capsys):
     ("env_options: {size: [8]}", ["env_options", "mapping"]),
     ("env_options: {sizes: 8}", ["sizes", "size"]),
     ("top_p: 0.9", ["top_p"]),
+    ("eps_high: 0.3\nage_unit: iteration", ["--loss-options eps_high", "--released age_in_iterations"]),
+    ("loss_options: 0.3", ["loss_options", "mapping"]),
+    ("loss_options: {eps_hihg: 0.3}", ["eps_hihg", "did you mean eps_high"]),
+    ("released: lr_steps", ["released", "list"]),
+    ("released: [lr_step]", ["lr_step", "lr_steps"]),
     ("resume: runs/x", ["resume", "--resume"]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
@@ -141,10 +162,10 @@ def test_an_unknown_key_exits_with_2_before_anything_heavy():
 
 
 def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
-    (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nmax_age: null\n")
-    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf", "--store-without-signal", "true"])
-    assert args.store_without_signal is True
-    assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.max_age, args.tau) == (2e-6, "off", 3, False, None, math.inf)
+    (tmp_path / "x.yaml").write_text("lr: 1e-6\nwandb: off\nreplay: fresh\nreplay-updates: 3\nfresh_update: false\nreplay_options: {max_age: null, eps: 1e-3}\n")
+    args = parse_args([str(tmp_path / "x.yaml"), "--lr", "2e-6", "--tau", "inf", "--replay-options", "store_without_signal", "true"])
+    assert args.replay_options["store_without_signal"] is True and args.replay_options["eps"] == 1e-3
+    assert (args.lr, args.wandb, args.replay_updates, args.fresh_update, args.replay_options["max_age"], args.tau) == (2e-6, "off", 3, False, None, math.inf)
 
 
 @pytest.mark.parametrize("flags", [[], ["--replay", "per"], ["--replay", "none"], ["--tau", "auto", "--lr", "1e-6"]])
@@ -254,7 +275,7 @@ def test_what_a_resume_refuses_and_survives(run, tmp_path, quick_flags):
     finished = train("--resume", run, check=False)
     assert finished.returncode == 2 and "raise --iterations" in finished.stderr
     assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == 4
-    for flags in (["--tau", "7"], ["--capacity", "512"], ["--age-unit", "iteration"], ["--algo", "ppo"]):
+    for flags in (["--tau", "7"], ["--capacity", "512"], ["--released", "age_in_iterations"], ["--algo", "ppo"]):
         done = train("--resume", run, "--iterations", 5, *flags, check=False)
         assert done.returncode == 2 and flags[0] in done.stderr and "on resume" in done.stderr
     shutil.copytree(run, tmp_path / "cut")
@@ -265,7 +286,7 @@ def test_what_a_resume_refuses_and_survives(run, tmp_path, quick_flags):
 
 
 def test_replay_that_cannot_start_says_why(tmp_path, quick_flags):
-    done = train(*quick_flags, "--runs-dir", tmp_path, "--name", "x", "--iterations", 3, "--min-size", 1000)
+    done = train(*quick_flags, "--runs-dir", tmp_path, "--name", "x", "--iterations", 3, "--replay-options", "min_size", 1000)
     assert "no replay yet: the buffer is empty or below min_size=1000: it holds" in done.stdout
     assert json.loads((tmp_path / "x" / "summary.json").read_text())["replay_updates"] == 0
 
@@ -291,7 +312,7 @@ def test_other_ways_to_run_it(tmp_path, quick_flags, flags):
 
 
 def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
-    flags = ["--runs-dir", tmp_path, "--tau", "auto", "--drift-kl", "token", "--probe-episodes", "16", "--problem-sampler", "heap", "--age-unit", "iteration",
+    flags = ["--runs-dir", tmp_path, "--tau", "auto", "--replay-options", "drift_kl", "token", "probe_episodes", "16", "--problem-sampler", "heap", "--released", "age_in_iterations",
              "--checkpoint-every", 4]
     train(*quick_flags, "--name", "whole", "--iterations", 6, *flags)
     train(*quick_flags, "--name", "parts", "--iterations", 6, *flags)
@@ -356,7 +377,8 @@ def played(tiny_folder):
 
 def gradient(learner, episodes, weights=None, replayed=False, **changes):
     learner.policy.zero_grad()
-    metrics = gradients(replace(learner, args=Args(**{"algo": "grpo", **changes})), episodes, weights, replayed=replayed)
+    args = Args(**{"algo": "grpo", **changes})
+    metrics = gradients(replace(learner, args=args, objective=losses.objective_of(args)), episodes, weights, replayed=replayed)
     return torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()]).clone(), metrics
 
 
@@ -364,9 +386,9 @@ def gradient(learner, episodes, weights=None, replayed=False, **changes):
 def test_gradients_do_not_depend_on_micro_batches(played, aggregation):
     learner, episodes = played
     weights = torch.linspace(0.2, 1.0, len(episodes))
-    whole, metrics = gradient(learner, episodes, weights, micro_batch_tokens=10**6, aggregation=aggregation)
-    for size in (1, 3):
-        part, part_metrics = gradient(learner, episodes, weights, micro_batch_size=size, aggregation=aggregation)
+    whole, metrics = gradient(learner, episodes, weights, micro_batch_tokens=10**6, loss_options={"aggregation": aggregation})
+    for size in (1, 600):
+        part, part_metrics = gradient(learner, episodes, weights, micro_batch_tokens=size, loss_options={"aggregation": aggregation})
         assert (part - whole).norm() < 1e-5 * whole.norm()
         for key in ("loss", "ratio_mean", "ess_token", "clip_fraction", "entropy", "nonzero_advantage_rows"):
             assert part_metrics[key] == pytest.approx(metrics[key], rel=1e-4, abs=1e-6), key
@@ -396,8 +418,8 @@ def test_rows_without_signal_change_nothing_but_the_denominator(played):
     assert len(useful) < len(episodes)
     tokens = {rows: sum(int(episode.action_mask.sum()) for episode in chosen)
               for rows, chosen in (("all", episodes), ("useful", useful))}
-    whole, metrics = gradient(learner, episodes, aggregation="token_mean")
-    part, _ = gradient(learner, useful, aggregation="token_mean")
+    whole, metrics = gradient(learner, episodes, loss_options={"aggregation": "token_mean"})
+    part, _ = gradient(learner, useful, loss_options={"aggregation": "token_mean"})
     assert (part * tokens["useful"] / tokens["all"] - whole).norm() < 1e-5 * whole.norm()
     assert metrics["nonzero_advantage_rows"] == pytest.approx(len(useful) / len(episodes))
 
@@ -530,7 +552,7 @@ def test_overlong_episodes_can_be_left_out_of_the_updates(tmp_path, quick_flags,
     """With two tokens a turn every episode ends in a cut turn: nothing is left to train on, and the metrics say so."""
     flags = [*quick_flags, "--max-new-tokens", "2", "--max-turns", "2", "--iterations", "1", "--runs-dir", str(tmp_path),
              "--model", str(tiny_folder), "--env-options", "prompt", "tiny"]
-    train_module.main(parse_args([*flags, "--name", "masked", "--overlong", "mask"]))
+    train_module.main(parse_args([*flags, "--name", "masked", "--loss-options", "overlong", "mask"]))
     line, = metrics_of(tmp_path / "masked")
     assert line["fresh/overlong"] == 1 and line["step"] == 0 and not line["fresh/tokens_trained"]
 
@@ -611,7 +633,7 @@ def test_the_screen_without_replay_shows_the_age_on_arrival(tmp_path, capsys):
 
 def test_delayed_weights_are_booked_as_ages(tmp_path, quick_flags):
     main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "late", "--iterations", "4", "--replay", "none",
-                     "--sync-every", "3", "--algo", "decoupled_ppo", "--correction", "age_discount", "--correction-low", "0.5"]))
+                     "--sync-every", "3", "--algo", "decoupled_ppo", "--loss-options", "correction", "age_discount", "correction_low", "0.5"]))
     lines = metrics_of(tmp_path / "late")
     stale = [line for line in lines if line["fresh/staleness_mean"]]
     assert stale and all(line["fresh/correction_weight"] == pytest.approx(0.5 ** line["fresh/staleness_mean"])
@@ -621,7 +643,7 @@ def test_delayed_weights_are_booked_as_ages(tmp_path, quick_flags):
 
 def test_new_td_error_priorities_have_their_eps_too(tmp_path, quick_flags):
     main(parse_args([*quick_flags, "--runs-dir", str(tmp_path), "--name", "td", "--iterations", "1", "--algo", "ppo", "--priority",
-                     "td_error", "--eps", "0.5", "--replay-updates", "0"]))
+                     "td_error", "--replay-options", "eps", "0.5", "--replay-updates", "0"]))
     [saved] = (tmp_path / "td").glob("checkpoints/*/buffer/*.npz")
     log_base = np.load(saved)["log_base"]
     assert (log_base[np.isfinite(log_base)] >= np.log(0.5) - 1e-9).all() and np.isfinite(log_base).any()

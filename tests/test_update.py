@@ -43,8 +43,8 @@ OBJECTIVES = {
     "ppo": dict(algo="ppo"), "ppo vtrace": dict(algo="ppo", replay_advantage="vtrace"),
     "kl in the loss": dict(algo="grpo", kl_coef=0.3), "kl in the reward": dict(algo="reinforce++", kl_coef=0.3),
     "entropy": dict(algo="grpo", entropy_coef=0.1), "decoupled": dict(algo="decoupled_ppo"), "m2po": dict(algo="m2po"),
-    "tba": dict(algo="tba", unit="group"), "gspo": dict(algo="gspo"), "asymre": dict(algo="asymre"), "sft": dict(algo="sft_positive"),
-    "released": dict(algo="grpo", replay_advantage="released", advantage_clip=0.2)}
+    "tba": dict(algo="tba", replay_options={"unit": "group"}), "gspo": dict(algo="gspo"), "asymre": dict(algo="asymre"), "sft": dict(algo="sft_positive"),
+    "released": dict(algo="grpo", released=["replay_advantage"], loss_options={"advantage_clip": 0.2})}
 
 
 @pytest.mark.parametrize("flags", OBJECTIVES.values(), ids=OBJECTIVES)
@@ -53,10 +53,10 @@ def test_micro_batches_change_no_objective(tiny_folder, episodes, flags, replaye
     learner = learner_of(tiny_folder, episodes, **flags)
     weights = np.linspace(0.3, 1.0, len(episodes)).astype(np.float32)
     found = []
-    for size in (None, 5):
+    for size in (4096, 5 * 100):
         for module in filter(None, (learner.policy, learner.critic)):
             module.zero_grad()
-        gradients(replace(learner, args=replace(learner.args, micro_batch_size=size)), episodes, weights, replayed=replayed)
+        gradients(replace(learner, args=replace(learner.args, micro_batch_tokens=size)), episodes, weights, replayed=replayed)
         found.append(torch.cat([parameter.grad.flatten() for module in filter(None, (learner.policy, learner.critic))
                                 for parameter in module.parameters() if parameter.grad is not None]))
     whole, parts = found
@@ -72,7 +72,7 @@ def test_a_batch_of_an_older_policy_is_trained_as_replayed_ones_are(tiny_folder,
     learner = learner_of(tiny_folder, episodes, algo="grpo", kl_coef=0.3)
     new, stale, replayed = (gradient(learner, **how)[0] for how in ({}, {"ages": [2] * 16}, {"replayed": True}))
     assert torch.equal(stale, replayed) and (new - stale).norm() > 1e-3 * stale.norm()
-    learner = learner_of(tiny_folder, episodes, algo="decoupled_ppo", correction="age_discount", correction_low=0.5)
+    learner = learner_of(tiny_folder, episodes, algo="decoupled_ppo", loss_options={"correction": "age_discount", "correction_low": 0.5})
     assert [gradient(learner, ages=[age] * 16)[1]["correction_weight"] for age in (0, 1, 2)] == pytest.approx([1, 0.5, 0.25])
 
 
@@ -108,7 +108,7 @@ def test_turn_rewards_sit_on_the_last_action_token(episodes):
 
 
 def test_td_errors_by_hand(tiny_folder, episodes):
-    learner = learner_of(tiny_folder, episodes, algo="ppo", gamma=0.9)
+    learner = learner_of(tiny_folder, episodes, algo="ppo", loss_options={"gamma": 0.9})
     values_BT = per_token(learner.critic, episodes, learner)
     for row, found in enumerate(td_errors(learner, episodes)):
         actions = np.flatnonzero(episodes[row].action_mask)
@@ -148,7 +148,7 @@ def test_released_renormalisation_silences_a_lone_member_and_the_stored_advantag
     mixed = [group for group in range(4) if len({e.reward for e in episodes if e.group_id == group}) > 1]
     lone = [next(e for e in episodes if e.group_id == group and e.advantages.any()) for group in mixed]
     assert len(lone) > 1
-    released = replace(learner, args=replace(learner.args, replay_advantage="released"))
+    released = replace(learner, args=replace(learner.args, released=["replay_advantage"]))
     assert not replay_advantages(released, lone, None).any()
     assert update(released, lone, replayed=True)["without_signal"] == 1
     assert update(learner, lone, replayed=True)["grad_norm"] > 0
@@ -202,7 +202,8 @@ def test_decoupled_ratio_is_to_the_start_of_the_update(tiny_folder, episodes):
 
 
 def test_overrides_replace_single_parts_of_a_bundle():
-    objective = objective_of(Args(algo="ppo", advantage="grpo", aggregation="seq_mean_token_sum", eps_high=0.3))
+    objective = objective_of(Args(algo="ppo", advantage="grpo",
+                                  loss_options={"aggregation": "seq_mean_token_sum", "eps_high": 0.3}))
     assert (objective.advantage, objective.loss, objective.aggregation) == ("grpo", "ppo_clip", "seq_mean_token_sum")
     assert objective.whiten is None and objective.loss_options["eps_high"] == 0.3
     assert objective_of(Args(algo="grpo")).kl_in is None and objective_of(Args(algo="grpo", kl_coef=0.1)).kl_in == "loss"
@@ -226,7 +227,7 @@ def test_lora_trains_adapters_only_and_its_reference_is_the_frozen_base(tiny_fol
 
 def test_a_step_without_signal_gives_the_frozen_base_no_gradient(tiny_folder, episodes):
     """Nobody would clear it: zero_grad is the optimiser's, which has the adapters only."""
-    learner = learner_of(tiny_folder, episodes, algo="grpo", lora_rank=4, step_without_signal=True)
+    learner = learner_of(tiny_folder, episodes, algo="grpo", lora_rank=4, released=["step_without_signal"])
     silent = [replace(episode, advantages=np.zeros_like(episode.advantages)) for episode in episodes]
     assert update(learner, silent)["steps"] == 1
     assert all(parameter.grad is None for parameter in learner.policy.parameters())

@@ -484,7 +484,7 @@ def check_first_ratios(lines):
 
 
 def test_a_lora_training_run(tmp_path, quick_flags):
-    train("--engine", "vllm", "--iterations", "3", "--lora-rank", "4", "--lora-sync", "adapter", "--lr", "1e-3",
+    train("--engine", "vllm", "--iterations", "3", "--lora-rank", "4", "--engine-options", "lora_sync", "adapter", "--lr", "1e-3",
           "--runs-dir", tmp_path, "--name", "lora", *quick_flags)
     lines = metrics_of(tmp_path / "lora")
     assert len(lines) == 3
@@ -506,7 +506,7 @@ def test_two_processes_share_one_server(served, tmp_path, quick_flags):
     """One of them sends the adapter and takes it back; the run ends well, and the server is as it was."""
     url, folder = served
     torchrun(*quick_flags, "--engine", url, "--model", folder, "--env-options", "prompt", "tiny", "--max-new-tokens", 6,
-             "--context-length", 512, "--lora-rank", 4, "--lora-sync", "adapter", "--shared-folder", tmp_path, "--iterations", 2,
+             "--context-length", 512, "--lora-rank", 4, "--engine-options", "lora_sync", "adapter", "shared_folder", tmp_path, "--iterations", 2,
              "--eval-problems", 4, "--runs-dir", tmp_path, "--name", "two")
     lines = metrics_of(tmp_path / "two")
     assert len(lines) == 2 and all(line["fresh/episodes"] == 24 for line in lines)

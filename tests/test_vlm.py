@@ -128,7 +128,7 @@ def test_adapters_on_a_vlm_train_sample_and_load(folder, policy, tmp_path):
 
 def test_micro_batches_take_their_own_images(folder, policy):
     episodes, _ = play(policy, range(8), range(8))
-    learner = make_learner(Args(temperature=PLAY["temperature"], micro_batch_size=3), policy[0], policy[1].image_processor)
+    learner = make_learner(Args(temperature=PLAY["temperature"], micro_batch_tokens=1), policy[0], policy[1].image_processor)
     behavior_BT = score(learner.policy, episodes, learner)
     for episode, logprobs_T in zip(episodes, behavior_BT):
         assert np.abs(logprobs_T[:len(episode.tokens)].numpy() - episode.behavior_logprobs).max() < 1e-4
@@ -358,10 +358,10 @@ def test_vllm_sees_the_same_images(folder):
 
 
 def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache, folder):
-    flags = ["--model", "tiny-vlm", "--wandb", "offline", "--cache-dir", cache, "--warm-start-updates", 2, "--max-turns", 4,
+    flags = ["--model", "tiny-vlm", "--wandb", "offline", "--cache-dir", cache, "--tiny-options", "updates", 2, "--max-turns", 4,
              "--eval-problems", 8, "--eval-every", 0, "--problems-per-iteration", 4, "--group-size", 4, "--replay-batch-size", 4,
              "--train-problems", 64, "--runs-dir", tmp_path, "--name", "whole", "--iterations", 3, "--checkpoint-every", 1,
-             "--store-without-signal", "true"]
+             "--replay-options", "store_without_signal", "true"]
     main(parse_args(list(map(str, flags))))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(max((tmp_path / "parts" / "checkpoints").iterdir(), key=lambda path: int(path.name[5:])))
@@ -391,7 +391,7 @@ def test_a_run_with_images_resumes_exactly_and_shows_its_frames(tmp_path, cache,
     (["--model", "tiny", "--env-options", "view", "image"], "tiny-vlm is for tasks that show images"),
     (["--model", "tiny-vlm", "--env", "geoqa"], "tiny-vlm is for tasks that show images"),
     (["--model", "tiny-vlm", "--engine", "http://localhost:1"], "use --engine hf or vllm"),
-    (["--model", "tiny-vlm", "--engine", "vllm", "--lora-rank", "4", "--lora-sync", "adapter"], "use --engine hf or vllm")])
+    (["--model", "tiny-vlm", "--engine", "vllm", "--lora-rank", "4", "--engine-options", "lora_sync", "adapter"], "use --engine hf or vllm")])
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(flags, words, capsys):
     with pytest.raises(SystemExit) as stop:
         parse_args(flags)
