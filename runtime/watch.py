@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.files import NotFinite
+from runtime.files import NotFinite, fail
 
 # ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
 SPIKE = 30.0  # times the median gradient norm of the same kind of update
@@ -167,3 +167,18 @@ class Watch:
             return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "
                     f"token, effective sample size {ess:.1%}, {clamped or 0:.0f} log-ratios beyond 20. Likely {cause}"}
         return {}
+
+
+# --------------------------------------------------------------------------------------------------- ends the run
+
+
+def refuse_broken(args, iteration: int, played: list[dict], context_length: int):
+    """Exits with 2 where too many environments raised, or no first message left room for an answer. `played`: outlines of all
+    ranks' episodes."""
+    broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
+    if len(broken) > args.max_env_error_frac * len(played):
+        fail(f"{len(broken) / len(played):.0%} of the environments raised, more than --max-env-error-frac "
+             f"{args.max_env_error_frac:g}; the first:\n{broken[0]}")
+    if played and all(row["info"]["context_full"] and not row["answered"] for row in played):
+        fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
+             f"model's context of {context_length} tokens")
