@@ -11,27 +11,11 @@ from typing import Literal, Union
 import tyro
 
 import losses
-from buffer import ReplayBuffer
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
-from losses import objective_of, zero_advantage_is_silent
-from problems import ProblemSampler
-from runtime import ranks
+from losses import objective_of
 from runtime.files import fail, flat
-from runtime.options import (
-    LIMITS,
-    OLD_NAMES,
-    OPTIONS,
-    RELEASED,
-    config_of_run,
-    fill,
-    read_config,
-    said_now,
-    split_options,
-    spelled,
-)
-
-FIRST_TAU = 100.0  # --tau auto, until the drift is measured
-PRIORITIZED = ("per", "fresh")  # of --replay: these draw by priority
+from runtime.memories import PRIORITIZED, make_buffer
+from runtime.options import LIMITS, OLD_NAMES, OPTIONS, RELEASED, config_of_run, fill, read_config, said_now, spelled, split_options
 
 
 @dataclass
@@ -191,6 +175,8 @@ class Args:
     tau: Union[float, Literal["auto"]] = 30.0
     """Age, in optimiser steps, at which a priority has fallen to 1/e (the weight in the draw falls more slowly, with tau/alpha).
     auto: 1/c of the drift KL(behaviour || current) = k0 + c age of an episode, at least 1."""
+    age_law: Literal["exponential", "power", "none"] = "exponential"
+    """How a priority falls with age: exp(-age/tau), the paper's; 1 / (1 + age/tau); or not."""
     alpha: float = 0.6
     """Exponent of the priority."""
     priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"
@@ -403,7 +389,7 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
         args.tau = math.inf
     if args.tau == "auto" and args.replay not in PRIORITIZED:
         fail(f"--tau auto sets the age decay of priorities, but {told(args, 'replay')} has none here: use --replay fresh")
-    if args.replay in PRIORITIZED and args.priority == "uniform" and args.tau == math.inf:
+    if args.replay in PRIORITIZED and args.priority == "uniform" and (args.tau == math.inf or args.age_law == "none"):
         fail(f"{told(args, 'replay')} --priority uniform without age decay would draw uniformly: say so with --replay uniform")
     if "insert_max" in args.released and "insert_priority" in given and args.insert_priority == "base":
         fail("--insert-priority base contradicts --released insert_max: drop one of them")
@@ -457,31 +443,3 @@ def name_of(args: Args, config_name: str) -> str:
         config_name = f"{Path(args.env).name}_{Path(args.model).name}"
     config_name = re.sub(r"[^\w.-]+", "_", config_name, flags=re.ASCII).lstrip(".-")[:80]
     return f"{config_name}-{args.algo}-{args.replay}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def stores_everything(args: Args) -> bool:
-    """Whether episodes whose advantages are all 0 are stored: not where they would never be worth a draw."""
-    asked = args.replay_options["store_without_signal"]
-    if asked is not None:
-        return asked
-    objective = objective_of(args)
-    silent = losses.ADVANTAGES[objective.advantage].group_mean and zero_advantage_is_silent(objective)
-    return not (silent and args.replay in PRIORITIZED)
-
-
-def make_problem_sampler(args: Args, problems: int) -> ProblemSampler:
-    options = dict(args.problem_options)
-    band = options.pop("band_low"), options.pop("band_high")
-    return ProblemSampler(problems, mode=args.problem_sampler, group_size=max(2, args.group_size), band=band, seed=args.seed, **options)
-
-
-def make_buffer(args: Args) -> ReplayBuffer:
-    names = ("beta", "beta_end", "eps", "eviction", "unit", "draw", "max_age", "positive_fraction", "positive_advantage_only",
-             "fresh_fraction")
-    return ReplayBuffer(
-        ranks.share_size(args.capacity), sampler="prioritized" if args.replay in PRIORITIZED else args.replay,
-        priority=args.priority, alpha=args.alpha, tau=FIRST_TAU if args.tau == "auto" else args.tau,
-        beta_steps=args.replay_options["beta_steps"] or max(1, args.iterations * args.replay_updates),
-        insert_priority="max" if "insert_max" in args.released else args.insert_priority,
-        is_includes_age="is_includes_age" in args.released, min_size=ranks.share_size(args.replay_options["min_size"]),
-        seed=ranks.seed(args.seed), **{name: args.replay_options[name] for name in names})

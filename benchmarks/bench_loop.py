@@ -34,18 +34,19 @@ from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import models  # noqa: E402
-import rollout  # noqa: E402
-import train  # noqa: E402
-import update  # noqa: E402
+from engines.hf import HFEngine  # noqa: E402
 from envs import FrozenLake  # noqa: E402
-from models import (  # noqa: E402
-    load_policy,
-    micro_batches,
-    tree_of,  # noqa: E402
-)
+from judge import add_advantages  # noqa: E402
+from models import load_policy, micro_batches, tree_of  # noqa: E402
 from policies.chat import Chat  # noqa: E402
 from policies.smollm2 import smollm2_folder  # noqa: E402
 from policies.tiny import demonstrations, tiny_config, tiny_tokenizer  # noqa: E402
+from rollout import collect  # noqa: E402
+from runtime import setup  # noqa: E402
+from runtime.log import RunLog  # noqa: E402
+from settings import Args, parse_args  # noqa: E402
+from train import main as train  # noqa: E402
+from update import make_learner, update  # noqa: E402
 
 CACHE = Path("~/.cache/freshreplay")
 LEARNING_RATE = 1e-5
@@ -129,25 +130,25 @@ def freshreplay_side(case: Case, iterations: int, checkpointing: bool) -> tuple[
     policy, tokenizer = case.load()
     chat, problems = Chat(tokenizer), case.make_env().problems("train", case.problems * iterations)
     longest = len(chat.start(case.make_env().reset(problems[0], 0))) + case.turns * (case.turn_tokens + 64)
-    args = train.Args(replay="none", replay_updates=0, lr=LEARNING_RATE, lr_schedule="constant", warmup_steps=0,
+    args = Args(replay="none", replay_updates=0, lr=LEARNING_RATE, lr_schedule="constant", warmup_steps=0,
                       max_turns=case.turns, max_new_tokens=case.turn_tokens, micro_batch_tokens=case.rows * longest,
                       group_size=case.group_size, problems_per_iteration=case.problems,
                       gradient_checkpointing=checkpointing)
-    learner = train.make_learner(args, policy)
-    engine = rollout.HFEngine(learner.policy, [], tokenizer.pad_token_id)
+    learner = make_learner(args, policy)
+    engine = HFEngine(learner.policy, [], tokenizer.pad_token_id)
     seconds, tokens = [], []
     with tempfile.TemporaryFile("w") as log:
         for iteration in range(iterations):
             started = time.perf_counter(), time.process_time()
             asked = np.repeat(problems[iteration * case.problems:(iteration + 1) * case.problems], case.group_size)
             groups = np.arange(case.problems).repeat(case.group_size)
-            episodes, transcripts = rollout.collect(
+            episodes, transcripts = collect(
                 engine, chat, case.make_env, asked, groups, np.arange(len(asked)) + 1000 * iteration,
                 max_turns=case.turns, max_new_tokens=case.turn_tokens, temperature=1.0, format_penalty=0.0,
                 policy_step=iteration, iteration=iteration, context_length=policy.config.max_position_embeddings)
             engine.release()
-            update.add_advantages(learner, episodes)
-            metrics = update.update(learner, episodes)
+            add_advantages(learner, episodes)
+            metrics = update(learner, episodes)
             engine.sync()
             numbers = {key: value for key, value in metrics.items() if not isinstance(value, list)}
             json.dump([numbers, transcripts[:4]], log)
@@ -314,7 +315,7 @@ def kept_turns(repeats: int):
         seconds = {"engine": [], "generate": []}
         for _ in range(repeats if name == "tiny" else 1):
             for way in seconds:
-                engine = rollout.HFEngine(model, [], model.config.pad_token_id) if way == "engine" else None
+                engine = HFEngine(model, [], model.config.pad_token_id) if way == "engine" else None
                 seconds[way].append(sample_turns(engine, model, lengths, 10, turn_tokens, message_tokens))
         fast, slow = (10 * turn_tokens * conversations / statistics.median(values) for values in seconds.values())
         print(f"| {name} | {conversations} | {turn_tokens} | {message_tokens} | {fast:.0f} | {slow:.0f} | "
@@ -355,7 +356,7 @@ class Spent:
 
 def profile(iterations: int):
     """Runs train.py's own loop on SmolLM2: 8 episodes of 3 turns and 16 tokens a turn, a fresh and a replay update."""
-    spent, ends, logged = Spent(), [], train.RunLog.iteration
+    spent, ends, logged = Spent(), [], RunLog.iteration
 
     def load(*arguments):
         policy, tokenizer = load_policy(*arguments)
@@ -371,21 +372,21 @@ def profile(iterations: int):
         spent.stop()
         ends.append((time.process_time(), dict(spent.seconds)))
 
-    spent.around(rollout.HFEngine, "draw", "drawing tokens, their log-probs")
+    spent.around(HFEngine, "draw", "drawing tokens, their log-probs")
     spent.around(models, "token_logprobs_from_hidden", "forward, training")  # the head and the log-softmax
     spent.around(torch.Tensor, "backward", "backward")
     spent.around(torch.optim.AdamW, "step", "optimiser")
     spent.around(Accelerator, "clip_grad_norm_", "optimiser")
-    spent.around(train.RunLog, "append", "JSON and logging")
-    train.load_policy, train.RunLog.iteration = load, log
+    spent.around(RunLog, "append", "JSON and logging")
+    setup.load_policy, RunLog.iteration = load, log
     with tempfile.TemporaryDirectory() as runs:
         # one iteration more before, to warm up, and one after, which evaluates and saves
         flags = {"runs-dir": runs, "name": "profile", "model": "smollm2", "iterations": iterations + 2, "eval-every": 0,
                  "problems-per-iteration": 2, "group-size": 4, "max-turns": 3, "max-new-tokens": 16,
                  "replay-updates": 1, "replay-batch-size": 8, "lr": 1e-5, "eval-problems": 2, "train-problems": 64,
                  "checkpoint-every": 0, "wandb": "off"}
-        train.main(train.parse_args(["--env", f"{__file__}:Sums", "--env-options", "turns", "3"] +
-                                    [str(word) for name, value in flags.items() for word in (f"--{name}", value)]))
+        train(parse_args(["--env", f"{__file__}:Sums", "--env-options", "turns", "3"] +
+                         [str(word) for name, value in flags.items() for word in (f"--{name}", value)]))
     (started, before), (ended, after) = ends[0], ends[iterations]
     total = ended - started
     parts = {name: after[name] - before.get(name, 0) for name in after}

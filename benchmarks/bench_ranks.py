@@ -44,7 +44,7 @@ def checkpointing():
     from test_ranks import WIDE, Peak, make_episode
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from train import Args
+    from settings import Args
     from update import make_learner, update
     print("\n| gradient checkpointing | peak, MiB | seconds an update |\n|---|---|---|")
     for flag in (False, True):

@@ -9,6 +9,7 @@ turn, so that an episode may hold tokens of several policies: `policy_step` and 
 import contextlib
 import copy
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 
@@ -66,6 +67,16 @@ class Batch:
     busy: float | None = None
     idle: float | None = None
     reread: int = 0
+    # what the loop's judge finds
+    arrived: int = 0  # optimiser steps when the episodes reached the trainer
+    oldest: float = -math.inf  # step; episodes that were sampled earlier are too old
+    sound: list = field(default_factory=list)  # episodes that can teach something
+    played: list[dict] = field(default_factory=list)  # outlines of all processes' episodes
+    stored: int = 0  # of all processes
+
+    @property
+    def too_old(self) -> int:
+        return sum(row["policy_step"] < self.oldest for row in self.played)
 
 
 def joined(batches: list[Batch]) -> Batch:

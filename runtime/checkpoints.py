@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from models import load_policy
 from runtime import ranks
-from runtime.files import checkpoints, digest, fail, last_checkpoint, recover, remove, sync, temporary_of, whole_folder
+from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, recover, remove, sync, temporary_of, whole_folder
 from runtime.log import LOGS
+from runtime.options import spelled
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
 
@@ -98,8 +99,8 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
     state = json.loads((checkpoint / "state.json").read_text())
     if state.get("format", 1) > FORMAT:
         fail(f"{checkpoint} has format {state['format']} and this code knows those up to {FORMAT}: go on with the newer code")
-    for name, (before, now) in changed(state.get("args", {}), args).items():
-        flag = f"--{name.replace('_', '-')}"
+    for name, (before, now) in changed(flat(state.get("args", {})), flat(args)).items():
+        flag = spelled(name)
         if name == "resume":
             continue
         if name not in may_change:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from runtime import ranks
-from runtime.files import NotFinite
+from runtime.files import NotFinite, fail
 
 # ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
 SPIKE = 30.0  # times the median gradient norm of the same kind of update
@@ -14,6 +14,7 @@ SPIKE_HISTORY = 50  # updates that the median is taken over, and at least a fift
 ENTROPY_LEFT = 0.03  # share of the entropy of the first iteration
 RATIO_KL = 2.0  # nats a token between the sampling and the current policy
 RATIO_ESS = 0.02  # effective sample size as a share of the tokens
+ENV_ERRORS = 0.1  # share of an iteration's environments that may raise in a step, each costs its episode; more end the run
 CUT = 0.9  # share of answers that hit --max-new-tokens
 TOO_OLD, TOO_OLD_HISTORY = 0.5, 6  # share of the episodes of so many iterations that are dropped by --max-staleness
 
@@ -194,3 +195,18 @@ class Watch:
             return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "
                     f"token, effective sample size {ess:.1%}, {clamped or 0:.0f} log-ratios beyond 20. Likely {cause}"}
         return {}
+
+
+# --------------------------------------------------------------------------------------------------- ends the run
+
+
+def refuse_broken(args, iteration: int, played: list[dict], context_length: int):
+    """Exits with 2 where too many environments raised, or no first message left room for an answer. `played`: outlines of all
+    ranks' episodes."""
+    broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
+    if len(broken) > ENV_ERRORS * len(played):
+        fail(f"{len(broken) / len(played):.0%} of the environments raised, more than the {ENV_ERRORS:.0%} "
+             f"that a run bears; the first:\n{broken[0]}")
+    if played and all(row["info"]["context_full"] and not row["answered"] for row in played):
+        fail(f"no first message of iteration {iteration} leaves room for --max-new-tokens {args.max_new_tokens} in the "
+             f"model's context of {context_length} tokens")

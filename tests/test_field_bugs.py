@@ -32,6 +32,7 @@ from policies.chat import Chat
 from policies.tiny import tiny_config, tiny_tokenizer
 from problems import ProblemSampler
 from rollout import Completion, collect
+from runtime import setup
 from settings import Args, parse_args
 from tasks import maths, search_qa
 from tasks.maths import Maths
@@ -403,7 +404,7 @@ def test_without_replay_a_run_needs_no_buffer_and_equals_one_that_never_draws(ru
 
     def broken(*_, **__):
         raise AssertionError("a buffer was made")
-    monkeypatch.setattr(train_module, "ReplayBuffer", broken)
+    monkeypatch.setattr(setup, "ReplayBuffer", broken)
     without, _, _ = run_task(play, "--iterations", 3, "--replay", "none", "--lr", 0.01)
     for a, b in zip(kept, without, strict=True):
         same = [key for key in b if not key.startswith(("time/", "buffer/")) and key != "fresh/stored_share"]

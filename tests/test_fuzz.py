@@ -35,8 +35,10 @@ from losses import (
     policy_loss,
 )
 from rollout import collect
+from runtime import watch
 from runtime.files import finite_or_none
 from runtime.metrics import diagnostics
+from runtime.options import OPTIONS, RELEASED, complete
 from settings import Args, checked, parse_args
 from tasks import maths, search_qa
 from train import main
@@ -82,38 +84,47 @@ class Task:
     def render(self):
         return ""
 '''
-ONE_OF = {name: list(table) for name, table in (("advantage", ADVANTAGES), ("loss", LOSSES), ("aggregation", AGGREGATIONS),
-                                                ("correction", CORRECTIONS), ("kl_kind", KLS), ("replay_kl_kind", KLS))}
-VALUES = {
-    "algo": list(ALGORITHMS), **ONE_OF, "eps_low": [0.1, 0.9], "eps_high": [0.3, 4.0], "dual_clip": [2.0],
-    "kl_coef": [0.0, 0.1], "kl_in": ["reward", "loss"], "entropy_coef": [0.0, 0.01], "advantage_clip": [0.2],
-    "replay_advantage": ["stored", "vtrace", "released"], "fresh_update": [True, False], "fresh_epochs": [1, 2],
+VALUES = {  # options stand behind the name of their flag
+    "algo": list(ALGORITHMS), "advantage": list(ADVANTAGES), "loss": list(LOSSES),
+    **{f"loss_options.{name}": values for name, values in {
+        "aggregation": list(AGGREGATIONS), "correction": list(CORRECTIONS), "kl_kind": list(KLS), "replay_kl_kind": list(KLS),
+        "eps_low": [0.1, 0.9], "eps_high": [0.3, 4.0], "dual_clip": [2.0], "kl_in": ["reward", "loss"], "advantage_clip": [0.2],
+        "overlong": ["train", "mask"], "gamma": [0, 0.9, 1], "lam": [0, 0.9, 1], "value_clip": [0.1, None]}.items()},
+    "kl_coef": [0.0, 0.1], "entropy_coef": [0.0, 0.01], "replay_advantage": ["stored", "vtrace"], "fresh_update": [True, False], "fresh_epochs": [1, 2],
     "minibatches": [1, 2],
-    "lr": [1e-6, 0.1], "lr_schedule": ["constant", "linear", "cosine"], "lr_steps": ["all", "fresh"], "warmup_steps": [0, 5],
-    "micro_batch_tokens": [16, 4096], "micro_batch_size": [1, 3], "step_without_signal": [True, False], "lora_rank": [0, 2],
-    "replay": ["none", "uniform", "per", "fresh"], "replay_updates": [0, 1, 3], "replay_batch_size": [1, 4],
-    "replay_sampler": ["prioritized", "uniform", "newest", "never_used_first", "positive_bias"], "capacity": [2, 5, 16],
+    "lr": [1e-6, 0.1], "lr_schedule": ["constant", "linear", "cosine"], "warmup_steps": [0, 5],
+    "micro_batch_tokens": [1, 16, 4096], "lora_rank": [0, 2],
+    "replay": ["none", "uniform", "per", "fresh", "newest", "never_used_first", "positive_bias"], "replay_updates": [0, 1, 3], "replay_batch_size": [1, 4],
+    "released": [name for name in RELEASED], "age_law": ["exponential"], "capacity": [2, 5, 16],
     "tau": [0.01, 30, "inf", "auto"], "alpha": [0, 0.6, 3], "priority": list(PRIORITIES),
-    "beta": [0, 0.4, 1], "beta_end": [0, 1], "beta_steps": [1, 3], "eps": [0, 0.01], "insert_priority": ["base", "max"],
-    "eviction": ["fifo", "lowest_priority"], "unit": ["episode", "group"], "draw": ["systematic", "stratified", "iid"],
-    "is_includes_age": [True], "max_age": [0, 1, 9], "positive_fraction": [0, 0.5, 1], "positive_advantage_only": [True],
-    "fresh_fraction": [0, 0.5, 1], "probe_episodes": [2, 8], "min_size": [0, 3], "age_unit": ["step", "iteration"],
-    "store_without_signal": [True, False], "problem_sampler": ["uniform", "heap", "proportional", "band", "dots"],
-    "problem_priority": ["variance", "mixed_group"], "overlong": ["train", "mask"], "group_size": [1, 2, 3],
+    **{f"replay_options.{name}": values for name, values in {
+        "beta": [0, 0.4, 1], "beta_end": [0, 1], "beta_steps": [1, 3], "eps": [0, 0.01],
+        "eviction": ["fifo", "lowest_priority"], "unit": ["episode", "group"], "draw": ["systematic", "stratified", "iid"],
+        "max_age": [0, 1, 9], "positive_fraction": [0, 0.5, 1], "positive_advantage_only": [True], "fresh_fraction": [0, 0.5, 1],
+        "probe_episodes": [2, 8], "min_size": [0, 3], "store_without_signal": [True, False]}.items()},
+    "insert_priority": ["base", "max"], "problem_sampler": ["uniform", "heap", "proportional", "band", "dots"],
+    **{f"problem_options.{name}": values for name, values in {
+        "priority": ["variance", "mixed_group"], "estimate": ["beta", "raw"], "decay": [0, 0.7, 1], "floor_slots": [1, 2],
+        "pool_after": [1, 2], "retest_every": [1, 5], "retest_slots": [0, 2], "band_low": [0, 0.4], "band_high": [0.6, 1]}.items()},
+    "group_size": [1, 2, 3],
     "problems_per_iteration": [1, 2, 3], "temperature": [0.3, 1, 2], "max_turns": [1, 2, 3], "max_new_tokens": [1, 3],
-    "format_penalty": [0, 0.15], "eval_temperature": [0, 1], "eval_every": [0, 1], "parallel_episodes": [1, 3],
-    "gamma": [0, 0.9, 1], "lam": [0, 0.9, 1], "value_clip": [0.1], "critic_lr": [1e-3], "context_length": [24, 60],
+    "format_penalty": [0, 0.15], "eval_temperature": [0, 1], "eval_every": [0, 1], "engine_options.parallel": [1, 3],
+    "critic_lr": [1e-3], "context_length": [24, 60],
     "max_grad_norm": [0.1, "inf"], "train_problems": [3, 8], "seed": [0, 3], "checkpoint_every": [0, 1], "transcripts": [0, 2]}
 SETTINGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in VALUES.items()})
 
 
 def spelled(options: dict) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = []
+    for name, value in options.items():
+        flag, _, option = name.partition(".")
+        words += [f"--{flag.replace('_', '-')}", *[option] * bool(option), str(value)]
+    return words
 
 
 def names_one(message: str, names) -> bool:
     text = re.sub(r"[\W_]+", "", message)  # messages in a box are wrapped anywhere
-    return any(name.replace("_", "") in text for name in names)
+    return any(name.rpartition(".")[2].replace("_", "") in text for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +139,9 @@ def runs_or_is_refused(nano, task, capsys, options):  # noqa: F811
     fixed = ["--model", str(nano), "--env", f"{task / 'task.py'}:Task", "--wandb", "off", "--quiet", "True", "--name", "run",
              "--runs-dir", str(task), "--iterations", "2", "--eval-problems", "4"]
     small = {"problems_per_iteration": 2, "group_size": 2, "replay_batch_size": 2, "max_new_tokens": 2, "max_turns": 2,
-             "capacity": 8, "train_problems": 8, "max_env_error_frac": 1.0} | options
+             "capacity": 8, "train_problems": 8} | options
     shutil.rmtree(task / "run", ignore_errors=True)
+    watch.ENV_ERRORS = 1.0  # the task breaks now and then
     try:
         summary = main(parse_args([*fixed, *spelled(small)]))
     except SystemExit as stop:
@@ -171,6 +183,18 @@ def a_wrong_value_is_refused(capsys, wrong):
 
 
 test_a_wrong_value_is_refused_with_its_key, test_wrong_values_widely = a_wrong_value_is_refused
+
+
+@pytest.mark.parametrize("flag", OPTIONS)
+def test_a_wrong_value_of_an_option_is_refused_with_both_names(capsys, flag):
+    wrong = {int: ["x", "1.5", "nan"], float: ["x", "nan", "1,5", "inf"], bool: ["maybe", "2"], str: []}
+    for name, option in OPTIONS[flag].items():
+        for value in wrong.get(option.kind, ["zzz"]) if isinstance(option.kind, type) else ["zzz", option.kind[0] + "x"]:
+            with pytest.raises(SystemExit) as stop:
+                complete(flag, {name: value}, OPTIONS[flag])
+            message = capsys.readouterr().err
+            assert stop.value.code == 2 and f"--{flag.replace('_', '-')} {name} {value} must be" in message
+        assert complete(flag, {name: str(option.default)}, OPTIONS[flag])[name] == option.default
 
 
 def test_no_number_may_be_nan(capsys):

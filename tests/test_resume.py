@@ -20,13 +20,14 @@ import yaml
 from safetensors.torch import load_file
 
 import eval as eval_module
+import judge
 import train as train_module
 import update as update_module
 from benchmarks.bench_faults import KINDS, SETUPS, differences, killed_run
 from conftest import ROOT
 from engines import samplers
 from envs import MissingData
-from runtime import checkpoints, files, watch
+from runtime import checkpoints, files, setup, watch
 from runtime import log as runs
 from settings import Args, parse_args
 
@@ -396,8 +397,8 @@ def test_a_setting_changed_in_the_config_is_named_and_refused_or_allowed(whole, 
 
 def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
     run = without_last(whole, tmp_path)
-    real = files.digest
-    monkeypatch.setattr(files, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
+    real = checkpoints.digest
+    monkeypatch.setattr(checkpoints, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
     monkeypatch.setattr(checkpoints, "transformers", types.SimpleNamespace(__version__="9.9"))
     resume(run)
     message = capsys.readouterr().err
@@ -558,24 +559,24 @@ def test_a_loss_or_a_gradient_that_is_not_finite_is_named(tmp_path, flags, monke
 def test_what_is_not_finite_outside_an_update_ends_the_run_with_its_name(tmp_path, flags, monkeypatch, capsys, place):
     more, words = [], ["advantages (grpo) from finite rewards (NaN) of 1 of 12 episodes: iteration 1 group 3"]
     if place == "advantages":
-        real = update_module.compute_advantages
+        real = judge.compute_advantages
 
         def compute_advantages(*arguments, **options):
             advantages_BT = real(*arguments, **options)
             advantages_BT[0] = math.nan
             return advantages_BT
 
-        monkeypatch.setattr(update_module, "compute_advantages", compute_advantages)
+        monkeypatch.setattr(judge, "compute_advantages", compute_advantages)
     elif place == "values":
         more, words = ["--algo", "ppo"], ["values of the critic (NaN)"]
-        real = train_module.make_learner
+        real = setup.make_learner
 
         def make_learner(*arguments):
             learner = real(*arguments)
             learner.critic.head.bias.data.fill_(math.nan)
             return learner
 
-        monkeypatch.setattr(train_module, "make_learner", make_learner)
+        monkeypatch.setattr(setup, "make_learner", make_learner)
     elif place == "probe":
         more, words = ["--tau", "auto", "--replay-options", "probe_episodes", 4, "--replay-updates", 0], ["log-probs of the policy", "weights of the policy: lm_head"]
         real = train_module.token_log_ratios

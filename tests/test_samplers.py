@@ -25,6 +25,7 @@ from models import load_policy
 from policies.chat import Chat
 from problems import ProblemSampler
 from rollout import Completion
+from runtime import setup
 from runtime.ledger import Ledger
 from runtime.log import Clock
 from runtime.watch import Watch
@@ -115,9 +116,9 @@ def test_runs_that_share_a_folder_do_not_share_a_file_and_a_resumed_one_takes_it
     for run in runs:
         run.mkdir(parents=True)
     names = [weights_name(run) for run in runs]
-    monkeypatch.setattr("samplers.os.getpid", lambda: 4711)
+    monkeypatch.setattr("engines.samplers.os.getpid", lambda: 4711)
     assert names == [weights_name(run) for run in runs] and len(set(names)) == 2 and names[0].startswith("x_")
-    monkeypatch.setattr("samplers.socket.gethostname", lambda: "another")
+    monkeypatch.setattr("engines.samplers.socket.gethostname", lambda: "another")
     assert not set(names) & {weights_name(run) for run in runs}
 
 
@@ -157,7 +158,7 @@ class Scripted:
 @pytest.fixture
 def played(tiny_folder, monkeypatch):
     """What a sampler sends of a job of 6 episodes (3 problems twice) with the engine."""
-    monkeypatch.setattr("samplers.take", lambda policy, path: path.value)  # the weights' step is the version itself
+    monkeypatch.setattr("engines.samplers.take", lambda policy, path: path.value)  # the weights' step is the version itself
     _, tokenizer = load_policy(tiny_folder)
     chat, problems = Chat(tokenizer), np.array(tiny_lake().problems("train", 3))
 
@@ -333,8 +334,8 @@ def beside(monkeypatch, tmp_path):
     started, fork = [], multiprocessing.get_context("fork")
 
     def start(behave, again=(), number=1, folder=tmp_path, async_rollouts=1, **flags):
-        monkeypatch.setattr("samplers.multiprocessing.get_context", lambda kind: fork)
-        monkeypatch.setattr("samplers.sampler_process", behave)
+        monkeypatch.setattr("engines.samplers.multiprocessing.get_context", lambda kind: fork)
+        monkeypatch.setattr("engines.samplers.sampler_process", behave)
         args = Args(async_rollouts=async_rollouts, quiet=True, **flags)
         job = lambda number, asked: Job(number, np.array([number]) if asked is None else np.array(asked),  # noqa: E731
                                         np.array([number]), *[np.zeros(1, int)] * 3)
@@ -342,8 +343,8 @@ def beside(monkeypatch, tmp_path):
         started[-1].begin()
         return started[-1]
 
-    monkeypatch.setattr("samplers.CLOSE_SECONDS", 0.5)
-    monkeypatch.setattr("samplers.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("engines.samplers.CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr("engines.samplers.LOOK_SECONDS", 0.2)
     yield start
     for source in started:
         source.close()
@@ -543,7 +544,7 @@ def test_problems_are_asked_at_the_iteration_of_the_trainer_whatever_the_batchs_
             return joined([])
         return Mock(next=next, step=0, error=None, kept=lambda: {}, under_way=lambda: [], metrics=lambda: {})
 
-    monkeypatch.setattr(train_module, "Samplers", beside)
+    monkeypatch.setattr(setup, "Samplers", beside)
     train_module.main(parse_args(list(map(str, [
         *quick_flags, *FROM_BUFFER, "--async-rollouts", 1, "--problems-per-iteration", 2, "--train-problems", 2, "--eval-problems", 2,
         "--max-turns", 2, "--iterations", 5, "--quiet", True, "--runs-dir", tmp_path, "--name", "x"]))))

@@ -24,8 +24,10 @@ from judge import add_advantages
 from models import load_policy
 from policies.chat import Chat
 from rollout import collect
+from runtime import setup
 from runtime.log import RunLog
-from settings import FIRST_TAU, Args, parse_args
+from runtime.memories import FIRST_TAU
+from settings import Args, parse_args
 from train import main
 from update import gradients, learning_rate_factor, make_learner, update
 
@@ -599,9 +601,9 @@ def test_other_models_and_tasks_get_defaults_that_fit_them(tmp_path, capsys):
     assert args.name.startswith("cliffwalking_smollm2-grpo-fresh-seed0-")
     assert (parse_args(["--model", "smollm2", "--lr", "1e-4"]).lr, parse_args([]).lr) == (1e-4, 1e-3)
     env = envs.make_env_factory("cliffwalking", {})()
-    assert len(train_module.problems_of(env, "train", None, 1536, "--train-problems")) == 27
+    assert len(setup.problems_of(env, "train", None, 1536, "--train-problems")) == 27
     with pytest.raises(SystemExit):
-        train_module.problems_of(env, "heldout", 512, 512, "--eval-problems")
+        setup.problems_of(env, "heldout", 512, 512, "--eval-problems")
     assert "--eval-problems 512" in capsys.readouterr().err
 
 
