@@ -99,9 +99,6 @@ def notes(alpha: float, x: float, y: float) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------- from a run's records
-
-
 def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
     """mu from the seconds of both sides after the first quarter of a run (its start is slower), and what to know of it."""
     key = "time/total_sampler_busy_s"

@@ -1,11 +1,13 @@
 """Files that a kill at any moment leaves whole: writing and reading them, checksums, one process a folder. No torch here."""
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -165,6 +167,26 @@ def last_checkpoint(run: Path, set_aside: bool = False) -> Path | None:
     if found:
         fail(f"no checkpoint of {run} is as it was written; delete {run / 'checkpoints'}, and --resume starts anew in its folder")
     return None
+
+
+def find(source: str, hint: str) -> tuple[str | Path, Path | None, Path]:
+    """Of a run, a checkpoint, a model's folder or its name: (folder or name of the weights, the run that they belong to or None,
+    folder for the result). Exits with 2, and the hint, where it is none of them."""
+    path = Path(source)
+    if (path / "config.yaml").is_file():
+        if not checkpoints(path):
+            fail(f"{path} has no checkpoint yet (checkpoints/step_*); train.py writes one every --checkpoint-every iterations")
+        return last_checkpoint(path), path, path
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        run = path.resolve().parent.parent
+        return path, run if (run / "config.yaml").is_file() else None, path
+    here = path.exists() or ("/" in source and path.parent.exists())
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not here:
+        return source, None, Path()
+    near = [str(config.parent) for config in path.glob("*/config.yaml")][:3]
+    near = near or difflib.get_close_matches(source, map(str, path.parent.glob("*/")), n=1, cutoff=0.8)
+    fail(f"{source} is not a run (a folder with config.yaml), a checkpoint or a model (config.json)"
+         + (f"; did you mean {' or '.join(near)}?" if near else ".") + f" {hint}")
 
 
 # ------------------------------------------------------------------------------------------------------ one process a folder

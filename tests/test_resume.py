@@ -397,7 +397,7 @@ def test_a_setting_changed_in_the_config_is_named_and_refused_or_allowed(whole, 
 def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
     run = without_last(whole, tmp_path)
     real = files.digest
-    monkeypatch.setattr(files, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
+    monkeypatch.setattr(checkpoints, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
     monkeypatch.setattr(checkpoints, "transformers", types.SimpleNamespace(__version__="9.9"))
     resume(run)
     message = capsys.readouterr().err
