@@ -11,7 +11,7 @@
     image()                     the state as (H, W, 3) uint8 pixels, None where a message needs none: tasks with pictures only
     view                        "image": messages show image() to the policy; "blank": a black one of its size, the control that
                                 tells whether the policy looks; "text" (or no such member): none
-    scripted_answer(rng, skill) what a scripted player of that skill answers: only tasks with a solver
+    scripted_answer(rng, skill) what a scripted player of that skill answers: --model tiny learns from it; `tiny_words` it must know
 
 `score` is the task's own reward. The format penalty for an answer that is not `valid` is added by `rollout.collect`.
 """

@@ -28,7 +28,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
 import contextlib
 import difflib
 import hashlib
-import inspect
 import json
 import math
 from dataclasses import dataclass, field, fields
@@ -50,7 +49,7 @@ from policies import loaded, policy_folder
 from rollout import collect, guarded
 from runtime import ranks
 from runtime.checkpoints import fingerprint
-from runtime.files import fail, find, finite_or_none, read_yaml, whole_lines, write_whole
+from runtime.files import fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
 from runtime.metrics import task_averages
 from settings import Args, other_defaults
 
@@ -273,7 +272,7 @@ def main(arguments: EvalArgs) -> dict:
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
         "temperature": temperature}
-    task = [Path(inspect.getfile(kind)).read_text() for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
+    task = [path.read_text() for path in task_files(make_env())]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in whole_lines(log)
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again

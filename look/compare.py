@@ -11,7 +11,6 @@ import csv
 import difflib
 import json
 import string
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -383,7 +382,3 @@ def main(argv: list[str]):
          "last_x": run.x[-1], "last_y": run.y[-1]} for label, members in groups.items() for run in members])
     draw(groups, rows, args, end, out)
     print(f"{text}\n{out}: comparison.png, comparison.svg, comparison.md, comparison.csv, runs.csv")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

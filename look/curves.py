@@ -30,7 +30,8 @@ def plot_learning_curves(runs: list[Path], path: Path):
 
 
 def plot_drift(run: Path, drift):
-    """drift.png, from a `DriftEstimator`: KL(behaviour || current) of single episodes against their age, and the fitted line behind --tau auto."""
+    """drift.png, from a `DriftEstimator`: KL(behaviour || current) of single episodes against their age, and the fitted line
+    behind --tau auto."""
     ages, kl = drift.points()
     fit = drift.fit()
     figure = Figure(figsize=(7, 4))

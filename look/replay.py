@@ -5,7 +5,6 @@
 Reads replay.jsonl and metrics.jsonl, of finished and of running runs alike.
 """
 import os
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -304,7 +303,3 @@ def main(argv: list[str]) -> Path:
                 f"tau {tau}, alpha {last['alpha']:.3g}, ages in {last['age_unit']}s{left_out}", out)
     print(f"{out}: {drawn:,} draws in {len(replay)} iterations{left_out}")
     return out
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

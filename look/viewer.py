@@ -169,7 +169,3 @@ def main(argv: list[str]) -> Path:
     for why in data["refused"].values():
         print(f"note: {why}", file=sys.stderr)
     return out
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -23,7 +23,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from envs import up_to
 from models import collate, hidden_states, micro_batches, pixel_inputs, token_logprobs
 from policies.chat import Chat
-from runtime.files import made_once
+from runtime.files import made_once, task_files
 
 TINY_WORDS = ("Walk from P to G never into O The ice is slippery No valid answer player goal row column move "
               "Left Down Right Up _ X √ . , : # * @ <answer> </answer>").split() + [str(digit) for digit in range(10)]
@@ -189,7 +189,8 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
               "versions": [torch.__version__, transformers.__version__],
               "code": [inspect.getsource(thing) for thing in
                        (demonstrations, imitate, make_warm_start, Chat, token_logprobs, new_tiny, tiny_vlm_config,
-                        tiny_processor, pixel_inputs, hidden_states, row_logprobs, *type(env).__mro__[:-1])]}
+                        tiny_processor, pixel_inputs, hidden_states, row_logprobs)],
+              "task": [path.read_text() for path in task_files(env)]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny{'_vlm' * images}_{type(env).name}_{key}"
 

@@ -4,6 +4,7 @@ import difflib
 import errno
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -66,7 +67,7 @@ def digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path):
+def whole_folder(folder: Path, checksums: bool = True):
     """A temporary folder to write into. At the end it gets a manifest of sizes and checksums, is on the disk and becomes
     `folder`, in the place of an earlier one. Where anything goes wrong it is removed, and an earlier one stays."""
     temporary, replaced = temporary_of(folder), folder.with_name(f".{folder.name}.old")
@@ -74,8 +75,9 @@ def whole_folder(folder: Path):
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        files = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files_of(temporary).items()}
-        (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
+        if checksums:
+            files = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files_of(temporary).items()}
+            (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
     except BaseException as error:
@@ -96,9 +98,15 @@ def made_once(folder: Path, needed: tuple[str, ...], make) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not all((folder / name).is_file() for name in needed):
-            with whole_folder(folder) as temporary:
+            with whole_folder(folder, checksums=False) as temporary:
                 make(temporary)
     return folder
+
+
+def task_files(env) -> list[Path]:
+    """The files that decide how a task plays: those of its classes, and what lakes have beyond their rules."""
+    beyond = Path(__file__).resolve().parent.parent / "tasks" / "boards.py"
+    return sorted({beyond} | {Path(inspect.getfile(kind)).resolve() for kind in type(env).__mro__[:-1]})
 
 
 def remove(folder: Path):

@@ -10,8 +10,8 @@ def first_different(split: str, count: int, content, side_of, what: str, hint: s
     one_of("split", split, ("train", "heldout"))
     ids, seen, problem_id, last = [], set(), 0, 0
     while len(ids) < count:
-        require(problem_id - last <= PATIENCE, f"there are only {len(ids)} different {split} {what} (no new one in {PATIENCE} ids), "
-                f"{count} were asked for: ask for fewer{hint}")
+        require(problem_id - last <= PATIENCE, f"there are only {len(ids)} different {split} {what} (no new one in {PATIENCE} "
+                f"ids), {count} were asked for: ask for fewer{hint}")
         text = content(problem_id)
         if side_of(text) == split and text not in seen:
             seen.add(text)
