@@ -58,4 +58,4 @@ numbers: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .pytest_cache .hypothesis __pycache__ tests/__pycache__ benchmarks/__pycache__
+	rm -rf .venv .venv-vllm .pytest_cache .hypothesis __pycache__ */__pycache__

@@ -6,8 +6,6 @@ import numpy as np
 
 from episode import require
 
-# ------------------------------------------------------------------------------------------------ tau="auto"
-
 
 def sequence_kl(log_ratios: np.ndarray) -> np.ndarray:
     """(B,) estimates whose mean is KL(behaviour || current), from (B,) log current/behaviour of whole episodes.

@@ -11,28 +11,25 @@
     image()                     the state as (H, W, 3) uint8 pixels, None where a message needs none: tasks with pictures only
     view                        "image": messages show image() to the policy; "blank": a black one of its size, the control that
                                 tells whether the policy looks; "text" (or no such member): none
-    scripted_answer(rng, skill) what a scripted player of that skill answers: only tasks with a solver
+    scripted_answer(rng, skill) what a scripted player of that skill answers: --model tiny learns from it; `tiny_words` it must know
 
 `score` is the task's own reward. The format penalty for an answer that is not `valid` is added by `rollout.collect`.
 """
+import bisect
 import functools
 import hashlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
-from collections import deque
 from pathlib import Path
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
-from PIL import Image
 
 from episode import one_of, require
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
-PATIENCE = 10_000  # ids without a new problem before a task says that there are no more
 ANSWER = re.compile(r"<answer>\s*([A-Za-z]{1,10})\s*</answer>", re.IGNORECASE | re.ASCII)
 
 
@@ -56,8 +53,6 @@ def parse_answer(text: str, allowed: list[str]) -> int | None:
     return words.index(answers[0].lower()) if answers[0].lower() in words else None
 
 
-# ------------------------------------------------------------------------------------------------------ board games
-
 class BoardGame:
     """What the three board games share: one move a turn, written <answer>Left</answer>.
 
@@ -71,19 +66,9 @@ class BoardGame:
 
     def problems(self, split: str, count: int) -> list[int]:
         """The first `count` ids of the split, each with other content. Raises ValueError when there are fewer."""
-        one_of("split", split, ("train", "heldout"))
-        ids, seen, problem_id, last = [], set(), 0, 0
-        while len(ids) < count:
-            require(problem_id - last <= PATIENCE, f"{self.name} {self.size}x{self.size} has only {len(ids)} different "
-                    f"{split} boards (no new one in {PATIENCE} ids), {count} were asked for: ask for fewer"
-                    " or for larger boards")
-            content = self.content(problem_id)
-            if self.split_of(content) == split and content not in seen:
-                seen.add(content)
-                ids.append(problem_id)
-                last = problem_id
-            problem_id += 1
-        return ids
+        from tasks.splits import first_different  # in functions, since tasks/ imports this file
+        return first_different(split, count, self.content, self.split_of, f"{self.name} boards of {self.size}x{self.size}",
+                               " or for larger boards")
 
     def reset(self, problem_id: int, seed: int) -> str:
         self.success, self.info = False, {"true_return": 0.0}
@@ -123,30 +108,6 @@ class BoardGame:
         return f"<answer>{self.moves[rng.choice(moves)]}</answer>"
 
 
-def neighbour(cell: int, move: int, rows: int, columns: int) -> int:
-    """The next cell in the direction of `BoardGame.moves[move]`, or `cell` itself at the edge."""
-    row, column = divmod(cell, columns)
-    row += (move == 1) - (move == 3)
-    column += (move == 2) - (move == 0)
-    return row * columns + column if 0 <= row < rows and 0 <= column < columns else cell
-
-
-def distances_to_goal(board: list[str]) -> list[float]:
-    """Moves from each cell to G around the holes H (breadth first), inf where there is no way."""
-    cells, columns = "".join(board), len(board[0])
-    distance = [float("inf")] * len(cells)
-    distance[cells.index("G")] = 0
-    queue = deque([cells.index("G")])
-    while queue:
-        cell = queue.popleft()
-        for move in range(4):  # moves are symmetric, so walking back from the goal is walking to it
-            near = neighbour(cell, move, len(board), columns)
-            if cells[near] != "H" and distance[near] == float("inf"):
-                distance[near] = distance[cell] + 1
-                queue.append(near)
-    return distance
-
-
 class FrozenLake(BoardGame):
     """gymnasium's FrozenLake-v1 on seeded, solvable random maps. A problem id is the seed of its map.
 
@@ -173,14 +134,8 @@ class FrozenLake(BoardGame):
     def board(self, problem_id: int) -> list[str]:
         if not self.random_start:
             return generate_random_map(size=self.size, p=self.frozen_probability, seed=int(problem_id))
-        rng = np.random.default_rng(int(problem_id))
-        while True:
-            cells = np.where(rng.random(self.size**2) < self.frozen_probability, "F", "H")
-            start, goal = rng.choice(self.size**2, 2, replace=False)
-            cells[start], cells[goal] = "S", "G"
-            board = ["".join(row) for row in cells.reshape(self.size, self.size)]
-            if distances_to_goal(board)[start] < float("inf"):
-                return board
+        from tasks.boards import random_lake
+        return random_lake(self.size, self.frozen_probability, int(problem_id))
 
     def content(self, problem_id: int) -> str:
         return "".join(self.board(problem_id))
@@ -216,26 +171,13 @@ class FrozenLake(BoardGame):
         return "\n".join(" ".join(cells[start:start + columns]) for start in range(0, len(cells), columns))
 
     def hints(self) -> str:
-        """Where player and goal are (row, column), and what lies around the player (# is the edge). The board says it
-        too, but so a tiny policy need not find P and count cells to see a hole."""
-        cells, columns = self.render().split(), len(self.map[0])
-        (row, column), (goal_row, goal_column) = (
-            divmod(cell, columns) for cell in (self.position, "".join(self.map).index("G")))
-        around = " ".join(f"{move} {'#' if cell == self.position else cells[cell]}"
-                          for move, cell in zip(self.moves, self.neighbours()))
-        return f"player {row + 1} {column + 1} goal {goal_row + 1} {goal_column + 1}\n{around}"
+        from tasks.boards import lake_hints
+        return lake_hints(self.map, self.position, self.moves, self.render().split())
 
     def image(self) -> np.ndarray:
-        """gymnasium's own picture, 64 pixels a cell (fewer on lakes of more than 8 x 8), or its means over squares of pixels
-        where `cell_pixels` is less: (H, W, 3) uint8."""
-        if importlib.util.find_spec("pygame") is None:
-            raise MissingData("pictures of the board need pygame: `make data` installs it")
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # works without a screen
-        os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
-        return self.draw()
-
-    def draw(self) -> np.ndarray:
-        return lake_picture(tuple(self.map), int(self.position), self.cell_pixels).copy()
+        """gymnasium's own picture: (H, W, 3) uint8."""
+        from tasks.boards import lake_picture
+        return lake_picture(tuple(self.map), int(self.position), self.cell_pixels)
 
     def scripted_answer(self, rng, skill: float) -> str:
         """With pictures the scripted player says first what it sees: its row and column, and the cells around it in the order of
@@ -246,36 +188,14 @@ class FrozenLake(BoardGame):
         words = self.hints().split()  # player row column goal row column Left cell Down cell ...
         return " ".join(words[1:3] + words[7::2]) + " " + answer
 
-    def neighbours(self) -> list[int]:
-        return [neighbour(self.position, move, len(self.map), len(self.map[0])) for move in range(4)]
-
     def legal_moves(self) -> list[int]:
-        return [move for move, cell in enumerate(self.neighbours()) if cell != self.position]
+        from tasks.boards import legal_moves
+        return legal_moves(self.map, self.position)
 
     def best_moves(self) -> list[int]:
-        distance, near, legal = distances_to_goal(self.map), self.neighbours(), self.legal_moves()
-        nearest = min(distance[near[move]] for move in legal)
-        return [move for move in legal if distance[near[move]] == nearest]
+        from tasks.boards import best_moves
+        return best_moves(self.map, self.position)
 
-
-@functools.lru_cache
-def painter(size: int) -> FrozenLakeEnv:
-    game = FrozenLakeEnv(desc=generate_random_map(size, seed=0), is_slippery=False, render_mode="rgb_array")
-    game.reset()
-    return game
-
-
-@functools.lru_cache(maxsize=4096)
-def lake_picture(board: tuple[str, ...], position: int, cell_pixels: int) -> np.ndarray:
-    """gymnasium's picture of a lake, the player looking down; drawing one takes a millisecond."""
-    game = painter(len(board))
-    game.desc, game.s = np.asarray(board, dtype="c"), position
-    frame = game.render()
-    size = cell_pixels * len(board)
-    return frame if size >= len(frame) else np.asarray(Image.fromarray(frame).resize((size, size), Image.Resampling.BOX))
-
-
-# ------------------------------------------------------------------------------------------------ tasks by their name
 
 def options_for(model: str, task: type) -> dict[str, str]:
     """What the tiny policies need of a task: a prompt of words that they know, pictures in which a cell is a patch."""
@@ -349,16 +269,12 @@ def make_env_factory(name: str, options: dict[str, str]):
 
 def up_to(env, split: str, count: int) -> list[int]:
     """`count` problems, or all there are where the task has fewer."""
-    try:
-        return env.problems(split, count)
-    except ValueError:
-        if count < 2:
-            raise
-    enough, missing = 1, count  # the largest count that the task has, by bisection
-    while missing - enough > 1:
+    def had(wanted: int) -> list[int]:
         try:
-            env.problems(split, (enough + missing) // 2)
-            enough = (enough + missing) // 2
+            return env.problems(split, wanted)
         except ValueError:
-            missing = (enough + missing) // 2
-    return env.problems(split, enough)
+            return []
+    if ids := had(count):
+        return ids
+    most = bisect.bisect_left(range(1, count), True, key=lambda wanted: not had(wanted))
+    return env.problems(split, max(1, most))  # where there is none at all, the task says why

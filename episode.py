@@ -28,9 +28,6 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-# ---------------------------------------------------------------------------------------------------- the record
-
-
 def _vector(name: str, value: Any, dtype: type, length: int | None = None) -> np.ndarray:
     """A 1-D array of `dtype` that owns its data: a slice of a padded array must not keep the padding alive."""
     array = np.asarray(value)
@@ -55,6 +52,7 @@ def _require_all(ok_T: np.ndarray, name: str, values_T: np.ndarray, rule: str) -
 # ALGO LOGIC: a new field of Episode is checked and saved once it is named in one of these.
 TOKEN_FIELDS = {"tokens": np.int32, "action_mask": np.bool_, "behavior_logprobs": np.float32, "advantages": np.float32}
 TURN_FIELDS = {"turn_ends": np.int32, "turn_rewards": np.float32}
+PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")  # in `info`
 SCALAR_FIELDS = ("reward", "score", "problem_id", "group_id", "policy_step", "last_policy_step", "iteration")
 
 
@@ -188,6 +186,9 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     return [Episode(**dict(zip(columns, row))) for row in zip(*columns.values())]
 
 
+# ----------------------------------------------------------------------------------------- what rollouts look like in a file
+
+
 def rounded(values) -> list[float]:
     return [round(float(value), 5) for value in values]
 
@@ -221,4 +222,3 @@ def with_files(folder: Path, record: dict) -> dict:
                 Image.fromarray(image).save(folder / "images" / ".new", format="PNG")
                 os.replace(folder / "images" / ".new", folder / turn["image"])
     return record | ({"transcript": transcript} if transcript else {})
-PLAYED = ("success", "truncated", "turns", "parse_failures", "length_stops", "context_full", "overlong", "env_error")

@@ -28,16 +28,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py
 import contextlib
 import difflib
 import hashlib
-import inspect
 import json
 import math
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-import torch
 import tyro
 import yaml
 from rich.console import Console
@@ -47,15 +44,14 @@ from engines import context_length_of, make_engine
 from envs import MissingData, load_env, make_env_factory, options_for, up_to
 from episode import PLAYED, episode_record, with_files
 from look.compare import bootstrap_interval
-from models import load_policy
-from policies import policy_folder
-from policies.chat import Chat
+from look.scores import report
+from policies import loaded, policy_folder
 from rollout import collect, guarded
 from runtime import ranks
 from runtime.checkpoints import fingerprint
-from runtime.files import checkpoints, fail, finite_or_none, last_checkpoint, read_yaml, whole_lines
-from runtime.options import with_new_names
+from runtime.files import fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
 from runtime.metrics import task_averages
+from runtime.options import with_new_names
 from settings import Args, other_defaults
 
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
@@ -207,25 +203,6 @@ class EvalArgs:
     """Where the result goes. None: eval.json in the folder of the run, checkpoint or model; in this folder for a name."""
 
 
-def find(source: str) -> tuple[str | Path, Path | None, Path]:
-    """(folder or name of the weights, the run that they belong to or None, folder for the result)."""
-    path = Path(source)
-    if (path / "config.yaml").is_file():
-        if not checkpoints(path):
-            fail(f"{path} has no checkpoint yet (checkpoints/step_*); train.py writes one every --checkpoint-every iterations")
-        return last_checkpoint(path), path, path
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
-        run = path.resolve().parent.parent
-        return path, run if (run / "config.yaml").is_file() else None, path
-    here = path.exists() or ("/" in source and path.parent.exists())
-    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not here:
-        return source, None, Path()
-    near = [str(config.parent) for config in path.glob("*/config.yaml")][:3]
-    near = near or difflib.get_close_matches(source, map(str, path.parent.glob("*/")), n=1, cutoff=0.8)
-    fail(f"{source} is not a run (a folder with config.yaml), a checkpoint or a model (config.json)"
-         + (f"; did you mean {' or '.join(near)}?" if near else ".") + f" {LISTED}")
-
-
 def settings(arguments: EvalArgs, run: Path | None):
     """train.py's Args: those of the run or the defaults, with the flags over them."""
     try:
@@ -247,30 +224,12 @@ def settings(arguments: EvalArgs, run: Path | None):
                    "engine_options": config.get("engine_options", {}) | {"parallel": arguments.parallel_episodes}})
 
 
-def load(folder, args, first_message: str):
-    """(policy, chat); exits with 2 where they are not of one model or not made for the task."""
-    try:
-        policy, processor = load_policy(folder, getattr(torch, args.dtype), args.trust_remote_code)
-    except (MissingData, OSError, ValueError, RuntimeError) as error:
-        fail(f"cannot load {folder}: {' '.join(str(error).split())[:500]}")
-    chat, rows = Chat(processor), policy.get_input_embeddings().num_embeddings
-    tokenizer = chat.tokenizer
-    if rows < len(tokenizer):
-        fail(f"{folder}: its tokenizer has {len(tokenizer)} tokens, its weights have {rows}: they are of different models")
-    tokens = chat.start(first_message)
-    unknown = tokens.count(tokenizer.unk_token_id)
-    if unknown > len(tokens) / 10:
-        fail(f"{folder}: its tokenizer does not know {unknown} of the {len(tokens)} tokens of the task's first message: the "
-             "policy was made for another task or prompt (for the tiny policy: --env-options prompt tiny)")
-    return policy.to("cuda" if torch.cuda.is_available() else "cpu"), chat
-
-
 def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int, int]], transcripts: int):
     """Plays `todo`, pairs of a problem's place and a sample; yields a batch of records for eval_episodes.jsonl at a time."""
     message, error = guarded(make_env().reset, problem_ids[0], 0)
     if error:
         fail(f"the task broke when it was asked for its first problem:\n{error}")
-    policy, chat = load(folder, args, message)
+    policy, chat = loaded(folder, args, message)
     seeds = seeds_of(len(problem_ids), 1 + max(sample for _, sample in todo))
     with contextlib.closing(make_engine(args, policy, chat, folder)) as engine:
         for first in range(0, len(todo), args.engine_options["parallel"]):
@@ -287,7 +246,7 @@ def played(args, folder, make_env, problem_ids: list[int], todo: list[tuple[int,
 
 def main(arguments: EvalArgs) -> dict:
     """Plays what is not on disk yet, writes eval.json and prints it."""
-    folder, run, home = find(arguments.source)
+    folder, run, home = find(arguments.source, LISTED)
     args, n, ks = settings(arguments, run), arguments.samples, sorted(set(arguments.k))
     count, temperature = 512 if args.eval_problems is None else args.eval_problems, args.eval_temperature
     for name, value in (("problems", count), ("samples", n), ("parallel-episodes", args.engine_options["parallel"]),
@@ -316,9 +275,9 @@ def main(arguments: EvalArgs) -> dict:
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
         "temperature": temperature}
-    task = [Path(inspect.getfile(kind)).read_text() for kind in type(make_env()).__mro__[:-1]]  # an edited task is another one
+    task = [path.read_text() for path in task_files(make_env())]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
-    done = {(line["problem_id"], line["sample"]): line for line in (whole_lines(log) if log.exists() else [])
+    done = {(line["problem_id"], line["sample"]): line for line in whole_lines(log)
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again
     todo = [(place, sample) for sample in range(n) for place in range(count) if (problem_ids[place], sample) not in done]
     if len(todo) < n * count:
@@ -339,33 +298,9 @@ def main(arguments: EvalArgs) -> dict:
                     print(f"{len(done)} of {n * count} episodes", flush=True)
     result = shown | summarise([[done[id, sample] for sample in range(n)] for id in problem_ids],
                                ks or [2**power for power in range(n.bit_length()) if n > 1])
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(json.dumps(finite_or_none(result), indent=1))
-    os.replace(temporary, out)
+    write_whole(out, json.dumps(finite_or_none(result), indent=1))
     print(report(result), f"{out}: all numbers; {log}: the episodes", sep="\n")
     return result
-
-
-def report(result: dict) -> str:
-    """The numbers of `summarise` as lines for people."""
-    n = result["samples"]
-    lines = [
-        f"{result['checkpoint']}: {' '.join([result['env'], *map(str, sum(result['env_options'].items(), ()))])}, "
-        f"{result['problems']} held-out problems, {n} sample{'s' * (n > 1)} each, "
-        f"temperature {result['temperature']:g}; with 95 % intervals over problems"]
-    for name in result:
-        if f"{name}_low" in result and name != "pass^1":  # pass@1 again
-            lines.append(f"  {name:10} {result[name]:.3f}  ({result[f'{name}_low']:.3f} to {result[f'{name}_high']:.3f})")
-    if n > 1 and result["majority"] is None:
-        lines.append("  majority   n/a: the task names no predictions")
-    lines += [f"  {name:10} {value:.3f}" for name, value in result["task"].items()]
-    broken = round(result["env_errors"] * result["episodes"])
-    lines.append(f"  {result['turns']:.1f} turns and {result['tokens']:.0f} tokens an episode, {result['sampled_tokens']:.0f} of "
-                 f"them sampled ({n * result['sampled_tokens']:.0f} a problem)\n"
-                 f"  answers: {result['parse_failures']:.1%} not valid, {result['length_stops']:.1%} cut at --max-new-tokens; "
-                 f"{result['truncated']:.1%} of episodes cut off; "
-                 f"{broken} of {result['episodes']} broken by the environment" + ", counted as failures" * (broken > 0))
-    return "\n".join(lines)
 
 
 def nearest_subcommand(word: str) -> list[str]:

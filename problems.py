@@ -7,9 +7,6 @@ import numpy as np
 
 from episode import _require_all, one_of, require
 
-# ------------------------------------------------------------------------------------------- which problem to ask
-
-
 ACTIVE, SOLVED, UNSOLVED = 0, 1, -1
 PROBLEM_ARRAYS = ("trials", "successes", "streak", "tried", "last_step")
 PROBLEM_COUNTS = ("calls", "retests", "regressed", "rescued")

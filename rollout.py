@@ -1,21 +1,21 @@
 """Sampling: an engine that continues token sequences, and `collect`, which plays many multi-turn episodes side by side.
 
 An engine has four methods: `generate`, `release` (its memory, while the policy is trained), `sync` (take the policy's new
-weights) and `close`. HFEngine is here, vLLM's two in vllm_engine.py; `make_engine` chooses. What it sampled is what is
-trained on: tokens go in and come out, nothing is tokenised twice, and the behaviour log-probs come from the very
-forward pass that sampled.
+weights) and `close`; engines/ has them, and none is imported here. What it sampled is what is trained on: tokens go in and come
+out, nothing is tokenised twice, and the behaviour log-probs come from the very forward pass that sampled.
 """
 import json
 import math
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from envs import shows_images
 from episode import Episode
 
+FAILED = "(the environment failed)"  # shown in place of a message
 ENV_THREADS = 16  # for tasks that wait for something outside (a checker, a server)
 
 
@@ -27,16 +27,13 @@ class Completion:
     finish_reason: str  # "stop": it ends in a stop token that was sampled, or in a stop string; "length": the limit was hit
 
 
-# --------------------------------------------------------------------------------------------------------- episodes
-
-
 def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int], seeds: list[int], *,
             max_turns: int, max_new_tokens: int, temperature: float, format_penalty: float, policy_step,
             iteration: int, context_length: int, parallel: int = 512) -> tuple[list[Episode], list[list[dict]]]:
     """Play one episode for each entry of `problem_ids`, `parallel` of them side by side; returns them and their transcripts.
 
     `seeds` decide everything random of an episode (the environment's noise and the sampled tokens). Advantages are
-    zeros: `update.add_advantages` fills them where the whole group is in sight. `policy_step` may be a function that is asked
+    zeros: `judge.add_advantages` fills them where the whole group is in sight. `policy_step` may be a function that is asked
     at each turn, where an engine takes new weights in between. An episode whose environment raised ends
     there with the traceback in `info["env_error"]`; one that the context cannot hold any longer ends after a turn.
     """
@@ -100,6 +97,86 @@ def shown(text: str, images: list) -> dict:
     return {"role": "user", "content": text} | ({"image": images[0]} if images else {})
 
 
+@dataclass
+class Game:
+    """An episode while it is played; images of equal content are one array."""
+    env: object
+    info: dict
+    images: list
+    transcript: list[dict]
+    first_step: int
+    last_step: int
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+
+    def show(self, tokens: list[int]):
+        self.tokens += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def sampled(self, completion: Completion):
+        self.tokens += completion.tokens
+        self.mask += [True] * len(completion.tokens)
+        self.logprobs += completion.logprobs
+        self.turn_ends.append(len(self.tokens))
+
+
+def kept(image, known: dict) -> list:
+    """[image], one array for all of one content; [] for None."""
+    return [] if image is None else [known.setdefault((image.shape, image.tobytes()), image)]
+
+
+def begun(chat, env, result, error: str, known: dict, policy_step: int, context_length: int, max_new_tokens: int) -> Game:
+    """The game with its first message, from what `begin` gave. One whose message leaves no room for an answer is never played."""
+    message, image = (FAILED, None) if error else result
+    images = kept(image, known)
+    info = {"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "context_full": False,
+            "overlong": False, "env_error": error}
+    game = Game(env, info, images, [shown(message, images)], policy_step, policy_step)
+    tokens = chat.start(message, *images)
+    if len(tokens) + max_new_tokens > context_length:
+        info["truncated"] = info["context_full"] = True
+        tokens, game.images = chat.start(message)[:context_length], []
+    game.show(tokens)
+    return game
+
+
+def took(game: Game, completion: Completion, answer: str, result, error: str, known: dict, format_penalty: float):
+    """Writes down a turn, from what `step` gave; returns the next message, its images, and whether the episode is over."""
+    message, image, score, done, valid, success = (FAILED, None, 0.0, True, True, False) if error else result
+    images, cut, info = kept(image, known), completion.finish_reason == "length", game.info
+    game.sampled(completion)
+    game.transcript += [{"role": "assistant", "content": answer}, shown(message, images)]
+    game.turn_rewards.append(score - format_penalty * (not valid))
+    game.scores.append(score)
+    info["turns"] += 1
+    info["parse_failures"] += not valid
+    info["length_stops"] += cut
+    info["overlong"] = cut  # of the last turn
+    info["env_error"] = error
+    info["success"] = success
+    return message, images, done
+
+
+def ended(game: Game, problem_id: int, group_id: int, iteration: int) -> Episode:
+    info = game.info
+    info["overlong"] |= info["context_full"]
+    own, error = guarded(told, game.env)
+    info["env_error"] = info["env_error"] or error
+    info |= {key: value for key, value in (own or {}).items() if key not in info}
+    return Episode(
+        tokens=np.array(game.tokens, np.int32), action_mask=np.array(game.mask, bool),
+        behavior_logprobs=np.array(game.logprobs, np.float32), advantages=np.zeros(len(game.tokens), np.float32),
+        turn_ends=np.array(game.turn_ends, np.int32), turn_rewards=np.array(game.turn_rewards, np.float32),
+        reward=float(sum(game.turn_rewards)), score=float(sum(game.scores)), problem_id=int(problem_id), group_id=int(group_id),
+        policy_step=game.first_step, last_policy_step=game.last_step, iteration=iteration,
+        images=game.images if shows_images(game.env) else None, info=info)
+
+
 def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
          policy_step, iteration, context_length):
     """`collect` of one batch of episodes."""
@@ -107,90 +184,38 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, ma
     envs = [make_env() for _ in problem_ids]
     pool = ThreadPoolExecutor(ENV_THREADS) if getattr(envs[0], "slow", False) else None
     each = pool.map if pool else map  # both keep the order, so that threads do not change a run
-    infos = [{"success": False, "truncated": False, "turns": 0, "parse_failures": 0, "length_stops": 0, "context_full": False,
-              "overlong": False, "env_error": ""} for _ in envs]
-    firsts, pictures, known = [], [], {}
-
-    def kept(image) -> list:
-        """[image], one array for all of one content; [] for None."""
-        return [] if image is None else [known.setdefault((image.shape, image.tobytes()), image)]
-
-    for info, (result, error) in zip(infos, each(lambda env, problem, seed: guarded(begin, env, problem, seed),
-                                                 envs, problem_ids, seeds)):
-        info["env_error"] = error
-        message, image = ("(the environment failed)", None) if error else result
-        firsts.append(message)
-        pictures.append(kept(image))
-    transcripts = [[shown(message, images)] for message, images in zip(firsts, pictures)]
-    tokens = [chat.start(message, *images) for message, images in zip(firsts, pictures)]
-    turn_ends, turn_rewards, scores = ([[] for _ in envs] for _ in range(3))
-    for i, info in enumerate(infos):
-        if len(tokens[i]) + max_new_tokens > context_length:  # never played
-            info["truncated"] = info["context_full"] = True
-            tokens[i], pictures[i] = chat.start(firsts[i])[:context_length], []
-    masks = [[False] * len(row) for row in tokens]
-    logprobs = [[0.0] * len(row) for row in tokens]
-    first_steps, last_steps = [step_now()] * len(envs), [step_now()] * len(envs)
-    playing = [i for i, info in enumerate(infos) if not info["env_error"] and not info["context_full"]]
-    looks = shows_images(envs[0])
+    known, stop = {}, tuple(getattr(envs[0], "stop", ()))
+    firsts = list(each(lambda env, problem, seed: guarded(begin, env, problem, seed), envs, problem_ids, seeds))
+    games = [begun(chat, env, *first, known, step_now(), context_length, max_new_tokens) for env, first in zip(envs, firsts)]
+    playing = [i for i, game in enumerate(games) if not game.info["env_error"] and not game.info["context_full"]]
     for turn in range(max_turns):
         if not playing:
             break
-        seen = {"images": [pictures[i] for i in playing]} if looks else {}
-        completions = engine.generate([tokens[i] for i in playing], playing, [seeds[i] for i in playing],
-                                      max_new_tokens, temperature, tuple(getattr(envs[0], "stop", ())), **seen)
+        seen = {"images": [games[i].images for i in playing]} if shows_images(envs[0]) else {}
+        completions = engine.generate([games[i].tokens for i in playing], playing, [seeds[i] for i in playing],
+                                      max_new_tokens, temperature, stop, **seen)
         for i in playing:
-            last_steps[i] = step_now()
-            first_steps[i] = first_steps[i] if turn else last_steps[i]
+            games[i].last_step = step_now()
+            games[i].first_step = games[i].first_step if turn else games[i].last_step
         answers = [chat.text(completion.tokens) for completion in completions]
         results = each(lambda i, answer: guarded(step, envs[i], answer), playing, answers)
         still_playing = []
         for i, completion, answer, (result, error) in zip(playing, completions, answers, results):
-            message, image, score, done, valid, success = (("(the environment failed)", None, 0.0, True, True, False) if error
-                                                           else result)
-            more = kept(image)
-            tokens[i] += completion.tokens
-            masks[i] += [True] * len(completion.tokens)
-            logprobs[i] += completion.logprobs
-            transcripts[i] += [{"role": "assistant", "content": answer}, shown(message, more)]
-            turn_ends[i].append(len(tokens[i]))
-            turn_rewards[i].append(score - format_penalty * (not valid))
-            scores[i].append(score)
-            info, cut = infos[i], completion.finish_reason == "length"
-            info["turns"] += 1
-            info["parse_failures"] += not valid
-            info["length_stops"] += cut
-            info["overlong"] = cut  # of the last turn
-            info["env_error"] = error
-            info["success"] = success
+            message, images, done = took(games[i], completion, answer, result, error, known, format_penalty)
             if done:
                 continue
             if turn + 1 == max_turns:
-                info["truncated"] = True
+                games[i].info["truncated"] = True
                 continue
-            follow = chat.follow(message, completion.tokens[-1], *more)
-            if len(tokens[i]) + len(follow) + max_new_tokens > context_length:
-                info["truncated"] = info["context_full"] = True
+            follow = chat.follow(message, completion.tokens[-1], *images)
+            if len(games[i].tokens) + len(follow) + max_new_tokens > context_length:
+                games[i].info["truncated"] = games[i].info["context_full"] = True
                 continue  # the image that has no room goes with its tokens
-            tokens[i] += follow
-            pictures[i] += more
-            masks[i] += [False] * len(follow)
-            logprobs[i] += [0.0] * len(follow)
+            games[i].show(follow)
+            games[i].images += images
             still_playing.append(i)
         playing = still_playing
     if pool:
         pool.shutdown()
-    for env, info in zip(envs, infos):
-        info["overlong"] |= info["context_full"]
-        own, error = guarded(told, env)
-        info["env_error"] = info["env_error"] or error
-        info |= {key: value for key, value in (own or {}).items() if key not in info}
-    episodes = [
-        Episode(tokens=np.array(tokens[i], np.int32), action_mask=np.array(masks[i], bool),
-                behavior_logprobs=np.array(logprobs[i], np.float32), advantages=np.zeros(len(tokens[i]), np.float32),
-                turn_ends=np.array(turn_ends[i], np.int32), turn_rewards=np.array(turn_rewards[i], np.float32),
-                reward=float(sum(turn_rewards[i])), score=float(sum(scores[i])), problem_id=int(problem_ids[i]),
-                group_id=int(group_ids[i]), policy_step=first_steps[i], last_policy_step=last_steps[i],
-                iteration=iteration, images=pictures[i] if looks else None, info=infos[i])
-        for i in range(len(envs))]
-    return episodes, transcripts
+    episodes = [ended(game, problem, group, iteration) for game, problem, group in zip(games, problem_ids, group_ids)]
+    return episodes, [game.transcript for game in games]

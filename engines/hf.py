@@ -1,4 +1,4 @@
-"""Sampling with the trainer's own transformers model."""
+"""Sampling with the trainer's own transformers model: `HFEngine`, and the cache that its conversations live in."""
 from itertools import groupby
 
 import numpy as np
@@ -13,9 +13,6 @@ from runtime.watch import bad_weights
 
 PREFILL_TOKENS = 8192  # padded tokens of one forward pass over new messages
 PREFILL_IMAGES = 128  # images that the vision part looks at in one pass
-
-
-# ------------------------------------------------------------------------------------------------------ transformers
 
 
 class SlotCache(Cache):

@@ -11,21 +11,16 @@ import csv
 import difflib
 import json
 import string
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Callable, Literal
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 import yaml
 
 from runtime.files import fail, flat, read_yaml, whole_lines
-
-matplotlib.use("Agg")
 
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
@@ -136,7 +131,7 @@ def read_run(path: Path, x: str, y: str) -> Run:
         config = None
     if not isinstance(config, dict) or "seed" not in config:
         raise ValueError("its config.yaml cannot be read")
-    lines = whole_lines(path / "metrics.jsonl") if (path / "metrics.jsonl").is_file() else []
+    lines = whole_lines(path / "metrics.jsonl")
     if not lines:
         raise ValueError("no metrics yet")
     keys = sorted({key for line in lines for key in line})
@@ -301,8 +296,10 @@ def spread(heights: list[float], gap: float) -> list[float]:
 
 def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end: float, out: Path):
     """comparison.png and .svg: curves with bands over the seeds and, beside them, the scores at the end that all share."""
-    figure, (curves, finals) = plt.subplots(1, 2, figsize=(11, max(4.6, 0.6 * len(rows))), width_ratios=(2, 1),
-                                            layout="constrained")
+    from matplotlib.figure import Figure  # takes longer than all else, and what is refused needs no picture
+    from matplotlib.ticker import MaxNLocator
+    figure = Figure(figsize=(11, max(4.6, 0.6 * len(rows))), layout="constrained")
+    curves, finals = figure.subplots(1, 2, width_ratios=(2, 1))
     statistic, ends = STATISTICS[args.statistic], []
     for place, (runs, row) in enumerate(zip(groups.values(), rows)):
         look = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS)]}
@@ -338,14 +335,14 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
     curves.set_title(f"{kind} over seeds, 95 % bootstrap band{few}", fontsize=10, loc="left")
     curves.xaxis.set_major_formatter(lambda value, _: amount(value))
     finals.set(xlabel=args.y, yticks=[], ylim=(max(len(rows), 4) - 0.5, -0.8))
-    finals.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
+    finals.xaxis.set_major_locator(MaxNLocator(5))
     finals.set_title(f"At {amount(end)} {unit}; small: the seeds", fontsize=10, loc="left")
     for axes, lines, sides in ((curves, "y", ["top", "right"]), (finals, "x", ["top", "right", "left"])):
         axes.grid(alpha=0.3, axis=lines)
         axes.spines[sides].set_visible(False)
     figure.savefig(out / "comparison.png", dpi=120)
+    figure.set_layout_engine("none")  # it is laid out by now
     figure.savefig(out / "comparison.svg", metadata={"Date": None})
-    plt.close(figure)
 
 
 def main(argv: list[str]):
@@ -386,7 +383,3 @@ def main(argv: list[str]):
          "last_x": run.x[-1], "last_y": run.y[-1]} for label, members in groups.items() for run in members])
     draw(groups, rows, args, end, out)
     print(f"{text}\n{out}: comparison.png, comparison.svg, comparison.md, comparison.csv, runs.csv")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,14 +1,10 @@
-"""Curves of runs as pictures."""
-import json
+"""The pictures that a run leaves beside its logs: learning.png and drift.png."""
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend without a screen)
-
-# ----------------------------------------------------------------------------------------------------------- pictures
+from runtime.files import whole_lines
 
 
 def plain(run: Path) -> str:
@@ -17,9 +13,10 @@ def plain(run: Path) -> str:
 
 def plot_learning_curves(runs: list[Path], path: Path):
     """Held-out success (and, pale, the training reward) of runs over iterations."""
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     for number, run in enumerate(runs):
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = whole_lines(run / "metrics.jsonl")
         judged = [(line["iteration"], line["eval/success"]) for line in lines if line["eval/success"] is not None]
         places, successes = zip((0, lines[0]["eval/start_success"]), *judged)
         axes.plot([line["iteration"] for line in lines], [line["fresh/reward"] for line in lines], color=f"C{number}", alpha=0.25,
@@ -30,14 +27,15 @@ def plot_learning_curves(runs: list[Path], path: Path):
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def plot_drift(run: Path, drift):
-    """drift.png: KL(behaviour || current) of single episodes against their age, and the fitted line behind --tau auto."""
+    """drift.png, from a `DriftEstimator`: KL(behaviour || current) of single episodes against their age, and the fitted line
+    behind --tau auto."""
     ages, kl = drift.points()
     fit = drift.fit()
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     axes.scatter(ages, kl, s=6, alpha=0.4, label="one episode of the last probes")
     if fit:
         ends = np.array([0, ages.max()])
@@ -49,4 +47,3 @@ def plot_drift(run: Path, drift):
     axes.legend()
     figure.tight_layout()
     figure.savefig(run / "drift.png", dpi=120)
-    plt.close(figure)

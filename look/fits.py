@@ -13,13 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from transformers import AutoConfig
 
-from envs import MissingData
-from models import base_of
-from policies.smollm2 import smollm2_folder
 from runtime.files import checkpoints, fail
-from settings import Args
 
 GIB = 2**30
 # numbers from the models' published config.json
@@ -154,6 +149,13 @@ def shape_from(model: str) -> dict:
     """The shape of what train.py or eval.py would load; exits with 2 where there is none."""
     if model in ("tiny", "tiny-vlm"):
         fail(f"--model {model} has about 1 M parameters and fits anywhere: give a folder, a hub id or smollm2")
+    # these import torch, which takes seconds, and the table needs none of them
+    from transformers import AutoConfig
+
+    from envs import MissingData
+    from models import base_of
+    from policies.smollm2 import smollm2_folder
+    from settings import Args
     try:
         folder = smollm2_folder(Args.cache_dir) if model == "smollm2" else [model, *checkpoints(Path(model))][-1]
         return shape_of(AutoConfig.from_pretrained(base_of(folder)))

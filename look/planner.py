@@ -7,7 +7,6 @@ After Arnal et al. 2026 (arXiv 2604.08706): a first-in-first-out buffer of N rol
 is how many steps a rollout stays in the buffer, B/R how often it is used on average.
 """
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -97,9 +96,6 @@ def notes(alpha: float, x: float, y: float) -> list[str]:
     if y < 1:
         lines.append(f"B/R below 1: at least {1 - y:.0%} of the rollouts that are generated are never used")
     return lines
-
-
-# ------------------------------------------------------------------------------------------------- from a run's records
 
 
 def measured_mu(lines: list[dict]) -> tuple[float, list[str]]:
@@ -233,7 +229,3 @@ def main(argv: list[str]):
           f"  step cost {step_cost(args.mu, y):.2f} of one without replay (gamma)")
     for line in notes(args.alpha, x, y):
         print(f"note: {line}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -5,39 +5,23 @@
 Reads replay.jsonl and metrics.jsonl, of finished and of running runs alike.
 """
 import os
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from drift import DriftEstimator
-from look.viewer import fail, parsed
-
-matplotlib.use("Agg")
+from runtime.files import fail, read_lines, temporary_of
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito's: apart for every colour vision
 BUFFER, DRAWN = ("age", "count", "priority", "mass"), ("age", "weight", "ratio", "clip_fraction", "kl", "signal")
-
-
-def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], int]:
-    """The records of a .jsonl, and how many lines were left out: cut off or not `is_whole`. ([], 0) without a file."""
-    records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            record = parsed(line)
-            if isinstance(record["iteration"], int) and is_whole(record):
-                records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # counted by its absence
-    return records, len(lines) - len(records)
 
 
 def is_whole(record: dict) -> bool:
@@ -271,8 +255,9 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
     """All panels as one PNG. `replay` has at least one line; `metrics` may be empty."""
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9.5,
              "axes.titlesize": 11.5, "axes.titleweight": "bold", "legend.fontsize": 8.5, "legend.framealpha": 0.85}
-    with plt.rc_context(style):
-        figure, grid = plt.subplots(3, 3, figsize=(16, 14))
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(16, 14))
+        grid = figure.subplots(3, 3)
         for axes, panel in zip(grid.flat, PANELS):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             try:
@@ -284,10 +269,8 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
             axes.text(0, -0.19, textwrap.fill(sentence, 68), transform=axes.transAxes, va="top", fontsize=9.5, color="#333333")
         figure.suptitle(title.replace("$", r"\$"), x=0.05, y=0.985, ha="left", fontsize=14)
         figure.subplots_adjust(left=0.05, right=0.98, top=0.93, bottom=0.09, wspace=0.2, hspace=0.55)
-        temporary = out.with_name(f".{out.name}.tmp")
-        figure.savefig(temporary, dpi=120, format="png")
-        plt.close(figure)
-    os.replace(temporary, out)
+        figure.savefig(temporary_of(out), dpi=120, format="png")
+    os.replace(temporary_of(out), out)
 
 
 @dataclass
@@ -320,7 +303,3 @@ def main(argv: list[str]) -> Path:
                 f"tau {tau}, alpha {last['alpha']:.3g}, ages in {last['age_unit']}s{left_out}", out)
     print(f"{out}: {drawn:,} draws in {len(replay)} iterations{left_out}")
     return out
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -10,7 +10,6 @@ JSON inside a script element that is not executed, and there only text nodes.
 import base64
 import hashlib
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -20,19 +19,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from runtime.files import fail
+from runtime.files import fail, parsed, write_whole
 
 NUMBERS = ("problem_id", "group_id", "policy_step", "age", "weight", "reward", "score")
 PER_TOKEN = ("action_mask", "advantages", "behavior_logprobs", "log_ratios")
 IMAGE_TYPES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}  # by their first bytes, whatever the name says
-
-
-def parsed(line: bytes) -> dict:
-    """A line of a .jsonl that a run wrote; ValueError if it is cut off or not an object."""
-    record = json.loads(line.decode(errors="replace"))
-    if not isinstance(record, dict):
-        raise ValueError(f"a {type(record).__name__}, not an object")
-    return record
 
 
 def finite(value):
@@ -172,15 +163,9 @@ def main(argv: list[str]) -> Path:
     out = Path(args.out or path.with_suffix(".html"))
     if not out.parent.is_dir():
         fail(f"--out {out}: the folder {out.parent} does not exist")
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(page(data), encoding="utf-8")
-    os.replace(temporary, out)
+    write_whole(out, page(data))
     print(f"{out}: {len(data['episodes'])} of {data['total']} episodes, {out.stat().st_size / 1e6:.1f} MB" +
           (f", broken lines left out: {data['broken_count']}" if data["broken_count"] else ""))
     for why in data["refused"].values():
         print(f"note: {why}", file=sys.stderr)
     return out
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

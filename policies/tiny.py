@@ -1,11 +1,7 @@
 """The tiny policies: made here, warm-started by imitation of a weak scripted player, kept in a cache."""
-import fcntl
 import hashlib
 import inspect
 import json
-import os
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -27,8 +23,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from envs import up_to
 from models import collate, hidden_states, micro_batches, pixel_inputs, token_logprobs
 from policies.chat import Chat
-
-# ---------------------------------------------------------------------------------------------- the tiny policy
+from runtime.files import made_once, task_files
 
 TINY_WORDS = ("Walk from P to G never into O The ice is slippery No valid answer player goal row column move "
               "Left Down Right Up _ X √ . , : # * @ <answer> </answer>").split() + [str(digit) for digit in range(10)]
@@ -194,20 +189,23 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
               "versions": [torch.__version__, transformers.__version__],
               "code": [inspect.getsource(thing) for thing in
                        (demonstrations, imitate, make_warm_start, Chat, token_logprobs, new_tiny, tiny_vlm_config,
-                        tiny_processor, pixel_inputs, hidden_states, row_logprobs, *type(env).__mro__[:-1])]}
+                        tiny_processor, pixel_inputs, hidden_states, row_logprobs)],
+              "task": [path.read_text() for path in task_files(env)]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny{'_vlm' * images}_{type(env).name}_{key}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "warm_start.json").is_file() or not (folder / "model.safetensors").is_file():
-            shutil.rmtree(folder, ignore_errors=True)
-            make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width,
-                            layers)
-    return folder
+
+    def make(temporary: Path):
+        report = make_warm_start(temporary, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width,
+                                 layers)
+        print(f"warm start: {updates} updates in {report['seconds']:.0f} s; held-out imitation loss "
+              f"{report['imitation_loss_nats_per_move']:.3f} nats a move (a blind player: "
+              f"{report['blind_player_nats_per_move']:.3f}); kept in {folder}")
+    return made_once(folder, ("warm_start.json", "model.safetensors"), make)
 
 
-def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width, layers):
+def make_warm_start(folder: Path, env, seed, updates, skill, max_turns, learning_rate, batch_tokens, count, images, width,
+                    layers) -> dict:
+    """Writes the policy into the folder; returns what warm_start.json says of it."""
     started = time.time()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -221,12 +219,7 @@ def make_warm_start(folder, env, seed, updates, skill, max_turns, learning_rate,
     report = {"imitation_loss_nats_per_move": imitation_loss(model, chat.image_processor, rows, len(moves)),
               "blind_player_nats_per_move": blind_loss(moves), "updates": updates, "skill": skill,
               "seconds": round(time.time() - started, 1)}
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        model.save_pretrained(temporary)
-        processor.save_pretrained(temporary)
-        (Path(temporary) / "warm_start.json").write_text(json.dumps(report, indent=1))
-        os.rename(temporary, folder)
-        os.mkdir(temporary)  # what the context manager expects to remove
-    print(f"warm start: {updates} updates in {report['seconds']:.0f} s; held-out imitation loss "
-          f"{report['imitation_loss_nats_per_move']:.3f} nats a move (a blind player: "
-          f"{report['blind_player_nats_per_move']:.3f}); kept in {folder}")
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    (folder / "warm_start.json").write_text(json.dumps(report, indent=1))
+    return report

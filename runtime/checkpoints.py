@@ -1,6 +1,5 @@
 """Checkpoints: what a run needs to go on as if it had never stopped, and what may be different then."""
 import contextlib
-import hashlib
 import json
 import random
 import re
@@ -223,6 +222,5 @@ def fingerprint(folder: str | Path) -> list[str]:
     digests = []
     for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
         for path in sorted(Path(folder).glob(name)):
-            with open(path, "rb") as file:
-                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+            digests.append(digest(path))
     return digests or [str(folder)]

@@ -1,12 +1,14 @@
-"""What lets a run be killed at any moment: files that are whole or not there, checksums, one process a folder, and what may be
-different when it goes on."""
+"""Files that a kill at any moment leaves whole: writing and reading them, checksums, one process a folder. No torch here."""
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from filelock import FileLock, Timeout
 
 LOOK_SECONDS = 0.5  # more than the moment for which `holder` has the lock of a folder that nobody trains in
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -46,7 +49,7 @@ def write_whole(path: Path, text: str):
     """Whoever reads `path`, and whenever the process is killed, finds the old text or the new one."""
     temporary = temporary_of(path)
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         sync(temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -64,7 +67,7 @@ def digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path):
+def whole_folder(folder: Path, checksums: bool = True):
     """A temporary folder to write into. At the end it gets a manifest of sizes and checksums, is on the disk and becomes
     `folder`, in the place of an earlier one. Where anything goes wrong it is removed, and an earlier one stays."""
     temporary, replaced = temporary_of(folder), folder.with_name(f".{folder.name}.old")
@@ -72,8 +75,9 @@ def whole_folder(folder: Path):
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        files = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files_of(temporary).items()}
-        (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
+        if checksums:
+            files = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files_of(temporary).items()}
+            (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
     except BaseException as error:
@@ -86,6 +90,23 @@ def whole_folder(folder: Path):
     os.rename(temporary, folder)
     sync(folder.parent)
     remove(replaced)
+
+
+def made_once(folder: Path, needed: tuple[str, ...], make) -> Path:
+    """A folder that is kept in a cache. Where it lacks one of the files `needed`, `make(temporary)` fills it anew; other processes
+    wait meanwhile."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not all((folder / name).is_file() for name in needed):
+            with whole_folder(folder, checksums=False) as temporary:
+                make(temporary)
+    return folder
+
+
+def task_files(env) -> list[Path]:
+    """The files that decide how a task plays: those of its classes, and what lakes have beyond their rules."""
+    beyond = Path(__file__).resolve().parent.parent / "tasks" / "boards.py"
+    return sorted({beyond} | {Path(inspect.getfile(kind)).resolve() for kind in type(env).__mro__[:-1]})
 
 
 def remove(folder: Path):
@@ -156,25 +177,43 @@ def last_checkpoint(run: Path, set_aside: bool = False) -> Path | None:
     return None
 
 
+def find(source: str, hint: str) -> tuple[str | Path, Path | None, Path]:
+    """Of a run, a checkpoint, a model's folder or its name: (folder or name of the weights, the run that they belong to or None,
+    folder for the result). Exits with 2, and the hint, where it is none of them."""
+    path = Path(source)
+    if (path / "config.yaml").is_file():
+        if not checkpoints(path):
+            fail(f"{path} has no checkpoint yet (checkpoints/step_*); train.py writes one every --checkpoint-every iterations")
+        return last_checkpoint(path), path, path
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+        run = path.resolve().parent.parent
+        return path, run if (run / "config.yaml").is_file() else None, path
+    here = path.exists() or ("/" in source and path.parent.exists())
+    if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) and not here:
+        return source, None, Path()
+    near = [str(config.parent) for config in path.glob("*/config.yaml")][:3]
+    near = near or difflib.get_close_matches(source, map(str, path.parent.glob("*/")), n=1, cutoff=0.8)
+    fail(f"{source} is not a run (a folder with config.yaml), a checkpoint or a model (config.json)"
+         + (f"; did you mean {' or '.join(near)}?" if near else ".") + f" {hint}")
+
+
 # ------------------------------------------------------------------------------------------------------ one process a folder
 
 
-def locked(lock, how: int) -> bool:
-    """Whether the lock of an open file could be had at once."""
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def holder(run: Path) -> str | None:
-    """Who trains in the folder right now, or None."""
+    """Who trains in the folder right now, or None. It looks with a shared lock, which filelock does not have, so that two who look
+    do not take each other for one that trains."""
     try:
         with open(run / "lock") as lock:
-            return None if locked(lock, fcntl.LOCK_SH) else lock.read().strip() or "a process that just started"
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
+    except BlockingIOError:
+        return named_holder(run)
+
+
+def named_holder(run: Path) -> str:
+    return (run / "lock").read_text().strip() or "a process that just started"
 
 
 def taken(run: Path, mine: bool = False) -> str | None:
@@ -191,19 +230,15 @@ def taken(run: Path, mine: bool = False) -> str | None:
 
 
 def claim(run: Path):
-    """Makes the folder this process's own until the file that is returned is closed or the process ends, however it ends; exits
+    """Makes the folder this process's own until what is returned, a context, is left, or the process ends, however it ends; exits
     with 2 where another process has it."""
     run.mkdir(parents=True, exist_ok=True)
-    lock, end = open(run / "lock", "a+"), time.monotonic() + LOOK_SECONDS
-    while not (mine := locked(lock, fcntl.LOCK_EX)) and time.monotonic() < end:
-        time.sleep(0.01)
-    if not mine:
-        lock.seek(0)
-        fail(f"{run} is being trained by {lock.read().strip() or 'a process that just started'}: wait for its end, or stop it")
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    lock.flush()
-    return lock
+    try:
+        mine = FileLock(run / "lock", timeout=LOOK_SECONDS, poll_interval=0.01).acquire()
+    except Timeout:
+        fail(f"{run} is being trained by {named_holder(run)}: wait for its end, or stop it")
+    (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    return mine
 
 
 def give_back(run: Path):
@@ -211,6 +246,13 @@ def give_back(run: Path):
     if os.listdir(run) == ["lock"]:
         (run / "lock").unlink()
         run.rmdir()
+
+
+# ------------------------------------------------------------------------------------------- what ends a run, told plainly
+
+
+class NotFinite(ValueError):
+    """A NaN or an infinity where the run cannot go on; the message says where it starts."""
 
 
 def full_disk(error: BaseException) -> int | None:
@@ -233,6 +275,9 @@ def told_plainly(run: Path):
         again = f"go on with --resume {run}" if (run / "config.yaml").exists() else "start again"
         fail(f"cannot write {getattr(error, 'filename', None) or run}: {os.strerror(number)}{safe}. Free some space (smaller "
              f"--keep-checkpoints and --transcripts need less), then {again}")
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def flat(config: dict) -> dict:
@@ -269,19 +314,28 @@ def finite_or_none(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ------------------------------------------------------------------------------------------------------------ reading
+def parsed(line: bytes) -> dict:
+    """A line of a .jsonl that a run wrote; ValueError if it is cut off or not an object."""
+    record = json.loads(line.decode(errors="replace"))
+    if not isinstance(record, dict):
+        raise ValueError(f"a {type(record).__name__}, not an object")
+    return record
+
+
+def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], int]:
+    """The records of a .jsonl, and how many lines were left out: cut off when the run was killed, without an iteration, or not
+    `is_whole`. ([], 0) without a file."""
+    records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
+    for line in lines:
+        try:
+            record = parsed(line)
+            if isinstance(record["iteration"], int) and is_whole(record):
+                records.append(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass  # counted by its absence
+    return records, len(lines) - len(records)
 
 
 def whole_lines(path: Path) -> list[dict]:
-    """Records of a .jsonl, without lines that were cut when the run was killed."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return [record for record in records if isinstance(record, dict) and "iteration" in record]
-
-
-class NotFinite(ValueError):
-    """A NaN or an infinity where the run cannot go on; the message says where it starts."""
+    records, _ = read_lines(path)
+    return records

@@ -1,4 +1,4 @@
-"""The run folder: what is written while a run goes on, checkpoints, and the line or bar on the screen."""
+"""What a run writes while it goes on, the line or bar on the screen, its clock, and the end that Ctrl-C asks for."""
 import contextlib
 import json
 import math
@@ -60,9 +60,6 @@ class Interrupt:
         told = f"{signal.Signals(number).name}: the run ends after this iteration, with a checkpoint; {again} ends it at once\n"
         os.write(sys.__stderr__.fileno(), told.encode())  # a print may be what was interrupted
         self.also()
-
-
-# ---------------------------------------------------------------------------------------------------------- logging
 
 
 class Clock:

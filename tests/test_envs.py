@@ -293,7 +293,7 @@ def test_train_and_heldout_maps_never_overlap_and_have_one_distribution():
 
 
 def test_too_many_problems_is_an_error_with_the_number():
-    with pytest.raises(ValueError, match="3x3 has only .* different heldout boards .*100 were asked for"):
+    with pytest.raises(ValueError, match="only .* different heldout frozenlake boards of 3x3 .*100 were asked for"):
         FrozenLake(size=3).problems("heldout", 100)
 
 

@@ -310,7 +310,7 @@ def test_a_lora_checkpoint_is_loaded_with_its_base(run, tiny_folder):
 
 def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("envs.PATIENCE", 100)
+    monkeypatch.setattr("tasks.splits.PATIENCE", 100)
     for words, expected in [
         (["runn", "--env", "x"], ["x"]),
         ([tmp_path / "rum"], ["is not a run", "did you mean", str(run), "compare, replay, show"]),
@@ -323,7 +323,7 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys, monkeypatch):
         ([run, "--samples", "0"], ["--samples 0"]),
         ([run, "--temperature", "-1"], ["--temperature -1"]),
         ([run, "--temperature", "nan"], ["--temperature nan"]),
-        ([run, "--problems", "1000", "--env-options", "size", "3"], ["has only", "1000"]),
+        ([run, "--problems", "1000", "--env-options", "size", "3"], ["there are only", "1000"]),
         ([run, "--env", "frozenlak"], ["frozenlake"]),
         ([run, "--env-options", "siz", "5"], ["siz", "size"]),
         ([run, "--sample", "5"], ["--samples"]),

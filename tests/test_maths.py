@@ -251,7 +251,7 @@ def test_a_checker_that_cannot_work_is_an_error_and_not_a_wrong_answer(monkeypat
 
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_checkers_end_with_their_parent(checking, end):
-    code = ("import maths, os, signal\nmaths.ask('compare', 'x', 'x')\n"
+    code = ("import os, signal\nfrom tasks import maths\nmaths.ask('compare', 'x', 'x')\n"
             f"print(maths.IDLE.queue[-1].pid, flush=True)\n{end}")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     pid, deadline = int(done.stdout), time.monotonic() + 30

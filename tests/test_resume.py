@@ -436,12 +436,11 @@ def test_a_key_that_this_code_does_not_know_says_where_it_comes_from(whole, tmp_
 
 def test_a_folder_belongs_to_one_process(whole, tmp_path, flags, capsys):
     run = without_last(whole, tmp_path)
-    lock = files.claim(run)
-    assert refused(resume, run) == 2
-    message = capsys.readouterr().err
-    assert f"{run} is being trained by process {os.getpid()} on" in message
-    assert refused(start, tmp_path, "whole", flags) == 2 and "is being trained by" in capsys.readouterr().err
-    lock.close()
+    with files.claim(run):
+        assert refused(resume, run) == 2
+        message = capsys.readouterr().err
+        assert f"{run} is being trained by process {os.getpid()} on" in message
+        assert refused(start, tmp_path, "whole", flags) == 2 and "is being trained by" in capsys.readouterr().err
     assert files.holder(run) is None
     assert refused(start, tmp_path, "whole", flags) == 2 and f"exists already: choose another --name, or go on with --resume {run}" in \
         capsys.readouterr().err
@@ -456,7 +455,8 @@ def test_a_look_at_who_trains_does_not_keep_a_run_from_its_folder(tmp_path):
     looks = threading.Thread(target=lambda: [files.holder(tmp_path / "x") for _ in range(20_000)])
     looks.start()
     while looks.is_alive():
-        files.claim(tmp_path / "x").close()
+        with files.claim(tmp_path / "x"):
+            pass
     looks.join()
 
 
@@ -475,13 +475,14 @@ def test_a_full_disk_at_the_first_weights_for_samplers_is_told_and_the_name_is_f
 
 
 def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
-    files.claim(tmp_path / "x").close()
+    with files.claim(tmp_path / "x"):
+        pass
     (tmp_path / "x" / ".config.yaml.tmp").write_text("half of th")
     (tmp_path / "x" / ".sampler_weights").mkdir()
     assert files.taken(tmp_path / "x") is None
-    assert "being trained" in files.taken(tmp_path / "x") if (lock := files.claim(tmp_path / "x")) else None
-    assert files.taken(tmp_path / "x", mine=True) is None
-    lock.close()
+    with files.claim(tmp_path / "x"):
+        assert "being trained" in files.taken(tmp_path / "x")
+        assert files.taken(tmp_path / "x", mine=True) is None
 
 
 def test_readers_of_a_growing_run_leave_out_half_a_line(whole, tmp_path):

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from look import replay as replay_plots
-from look.replay import age_edges_of, drift, edges_of, grouped, heat, is_whole, main, read_lines, series
+from look.replay import age_edges_of, drift, edges_of, grouped, heat, is_whole, main, series
+from runtime.files import read_lines
 
 
 def a_line(iteration, ages=(0, 3, 6), tau=30.0, alpha=0.6, drawn=((0, 3, 6), (0.1, 0.2, 0.3))):
@@ -103,17 +104,20 @@ def test_broken_lines_are_left_out_and_counted(tmp_path):
 
 def drawn_text(monkeypatch, run):
     """main's picture, and all text in it by panel title."""
-    figures, close = [], replay_plots.plt.close
-    monkeypatch.setattr(replay_plots.plt, "close", figures.append)
+    figures = []
+
+    class Kept(replay_plots.Figure):
+        def savefig(self, *arguments, **options):
+            figures.append(self)
+            super().savefig(*arguments, **options)
+    monkeypatch.setattr(replay_plots, "Figure", Kept)
     out = main([str(run)])
     texts = {}
     for axes in figures[0].axes:
         found = [*axes.texts, *(axes.get_legend().get_texts() if axes.get_legend() else [])]
         if axes.get_title():
             texts[axes.get_title()] = " ".join(text.get_text().replace("\n", " ") for text in found)
-    title = figures[0].get_suptitle()
-    close(figures[0])
-    return out, title, texts
+    return out, figures[0].get_suptitle(), texts
 
 
 def test_the_picture_of_a_run(tmp_path, monkeypatch, capsys):
@@ -136,9 +140,9 @@ def test_the_picture_of_a_run(tmp_path, monkeypatch, capsys):
                                     {"drawn": ((), ())}, {"drawn": ((4, 4), (0.1, None))},
                                     {"drawn": ((4, 5), (None, None))}])
 def test_pictures_of_odd_runs(tmp_path, monkeypatch, change):
-    savefig = replay_plots.plt.Figure.savefig  # small, so fast
-    monkeypatch.setattr(replay_plots.plt.Figure, "savefig", lambda figure, path, dpi, format: savefig(figure, path, dpi=15,
-                                                                                                      format=format))
+    savefig = replay_plots.Figure.savefig  # small, so fast
+    monkeypatch.setattr(replay_plots.Figure, "savefig", lambda figure, path, dpi, format: savefig(figure, path, dpi=15,
+                                                                                                  format=format))
     _, _, texts = drawn_text(monkeypatch, write(tmp_path / "run", [a_line(7, **change)]))
     assert "No picture: metrics.jsonl has no replay/ess_token" in texts["Ess"]
     if change.get("drawn") == ((), ()):
