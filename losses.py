@@ -13,64 +13,10 @@ from types import SimpleNamespace
 import torch
 
 from episode import one_of
+from runtime.tensors import LOG_RATIO_LIMIT, at_least_float32, check, check_mask, clamp_log_ratio, floats
+from runtime.tensors import log_ratio, masked, no_branch, row_mean, sequence_log_ratio
 
-LOG_RATIO_LIMIT = 20.0
 LEVELS = ("token", "sequence")  # of a ratio
-
-
-# ---------------------------------------------------------------------------------------------------------- small tools
-def no_branch(what, kind, function):
-    """The error of a name that stands in its table while `function` does not know it."""
-    return ValueError(f"{what} {kind!r} is allowed, but {function} in losses.py has no branch for it: add one")
-
-
-def check(what, shape, *, finite_under=None, **tensors):
-    """Every tensor (named by its keyword) is there, has `shape`, and is finite where `finite_under` is True."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise ValueError(f"{what} needs {name}, of shape {tuple(shape)}; it is missing")
-        if tensor.shape != shape:
-            raise ValueError(f"{what}: {name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
-        if finite_under is not None and not tensor[finite_under].isfinite().all():
-            rows = (~tensor.isfinite() & finite_under).any(1).nonzero().flatten().tolist()
-            raise ValueError(f"{what}: {name} has NaN or infinite entries under mask_BT in rows {rows}")
-
-
-def check_mask(mask_BT):
-    if mask_BT.dtype != torch.bool or mask_BT.ndim != 2:
-        raise ValueError(f"mask_BT must be a bool tensor (B, T), got {mask_BT.dtype} of shape {tuple(mask_BT.shape)}")
-
-
-def at_least_float32(tensor):
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def masked(tensor_BT, mask_BT):
-    return torch.where(mask_BT, tensor_BT, 0.0)
-
-
-def floats(tensors):
-    """A dict of 0-d tensors as plain floats, in one transfer."""
-    return dict(zip(tensors, torch.stack([tensor.detach().double() for tensor in tensors.values()]).tolist()))
-
-
-def clamp_log_ratio(difference):
-    # a non-finite log-prob makes the loss NaN, so that the update stops, instead of a healthy-looking clamped number
-    return torch.where(difference.isfinite(), difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), torch.nan)
-
-
-def log_ratio(logprobs_BT, reference_BT, mask_BT):
-    """log(pi / reference) clamped to +-20, 0 where masked, NaN where not finite."""
-    return clamp_log_ratio(masked(at_least_float32(logprobs_BT), mask_BT) - masked(at_least_float32(reference_BT), mask_BT))
-
-
-def sequence_log_ratio(log_ratio_BT):
-    return log_ratio_BT.sum(1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand(log_ratio_BT.shape)
-
-
-def row_mean(values_BT, mask_BT):
-    return masked(values_BT, mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
-
 
 # ---------------------------------------------------------------------------------------------------------- aggregation
 AGGREGATIONS = {"token_mean": "sum / tokens (DAPO 2503.14476)",
@@ -125,8 +71,8 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
 
     `rewards`: (B, T) with each turn's reward on its last action token for the kinds per token, else returns (B,). A
     NaN reward means "not judged": its row gets 0 and counts in no statistic. `token_kl_BT`, already times its
-    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: as the kind does by default; `joined`
-    joins the values of all processes for it.
+    coefficient, is taken off the rewards (off returns: its row sums). `whiten` None: as the kind does by default; `joined` joins
+    the values of all processes for it.
     """
     advantage = ADVANTAGES[one_of("advantage kind", kind, ADVANTAGES)]
     check_mask(mask_BT)
@@ -161,10 +107,8 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
 
 
 def group_statistics(rewards_B, group_ids_B, judged_B):
-    """Per row: reward minus its group's mean, the group's unbiased std, its size; over judged members (others are 0).
-
-    A group of one or of equal rewards (max == min) is exactly 0, never a rounding error over a tiny std.
-    """
+    """Per row: reward minus its group's mean, the group's unbiased std, its size; over judged members (others are 0). A group of
+    one or of equal rewards (max == min) is exactly 0, never a rounding error over a tiny std."""
     index_B = group_ids_B.unique(return_inverse=True)[1]
     zeros_G = rewards_B.new_zeros(len(index_B))  # at most one group a row
     size_G = zeros_G.index_add(0, index_B, judged_B.double())
@@ -299,7 +243,8 @@ def policy_loss(kind, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT,
     for name in options:
         one_of("option of policy_loss", name, ALL_LOSS_OPTIONS)
     options = {name: value for name, value in options.items() if name in loss_options(kind) and value is not None}
-    logprobs_BT, advantages_BT = masked(at_least_float32(logprobs_BT), mask_BT), masked(at_least_float32(advantages_BT.detach()), mask_BT)
+    logprobs_BT = masked(at_least_float32(logprobs_BT), mask_BT)
+    advantages_BT = masked(at_least_float32(advantages_BT.detach()), mask_BT)
     if entry.needs_proximal:
         check(what, mask_BT.shape, proximal_logprobs_BT=proximal_logprobs_BT, finite_under=mask_BT)
         anchor_BT = corrected_BT = proximal_logprobs_BT.detach()
@@ -465,22 +410,17 @@ class Loss:
 # like those above, and its entry here; its metrics are logged as fresh/<name> and replay/<name>
 LOSSES = {
     "reinforce": Loss(reinforce, "no", "no ratio: stale rows give the gradient of another policy's objective"),
-    "ppo_clip": Loss(ppo_clip, "mild", "trust region around the behaviour policy: tokens that moved past it fall silent",
-                     holds_ratio=True, clips="token"),
-    "decoupled_ppo": Loss(ppo_clip, "yes", "trust region around the proximal policy, truncated weight proximal / behaviour",
-                          needs_proximal=True),
-    "is_reinforce": Loss(is_reinforce, "biased", "truncated ratio as a weight, no trust region; a token ratio ignores the prefix",
-                         holds_ratio=True),
-    "cispo": Loss(cispo, "biased", "the same with a clipped weight: every token keeps a gradient", holds_ratio=True, clips="token"),
-    "gspo": Loss(gspo, "mild", "sequence ratio (geometric mean): less noise, but a whole sequence falls silent", holds_ratio=True,
-                 clips="mean"),
+    "ppo_clip": Loss(ppo_clip, "mild", "tokens that moved past the trust region fall silent", holds_ratio=True, clips="token"),
+    "decoupled_ppo": Loss(ppo_clip, "yes", "truncated weight, trust region around the proximal policy", needs_proximal=True),
+    "is_reinforce": Loss(is_reinforce, "biased", "truncated weight; a token's ratio ignores the prefix", holds_ratio=True),
+    "cispo": Loss(cispo, "biased", "clipped weight: every token keeps a gradient", holds_ratio=True, clips="token"),
+    "gspo": Loss(gspo, "mild", "less noise, but a whole sequence falls silent", holds_ratio=True, clips="mean"),
     "topr": Loss(topr, "yes", "positives need no ratio, negatives weigh in [0, 1]: bounded as pi -> 0", holds_ratio=True),
     "m2po": Loss(m2po, "yes", "clips only as many harmful tokens as the second-moment budget demands", holds_ratio=True),
     "one_side": Loss(one_side, "yes", "no ratio as a weight, only a mask against going too far", clips="token"),
     "asymre": Loss(reinforce, "yes", "no ratio: a baseline below the mean keeps the fixed point safe (a pull to the data)"),
     "tba": Loss(tba, "yes", "squared error of an identity that holds under any sampler", silent_at_zero=False),
-    "sft_positive": Loss(sft_positive, "yes", "imitates successes: no ratio, no negatives; diversity shrinks", needs_score=True,
-                         silent_at_zero=False),
+    "sft_positive": Loss(sft_positive, "yes", "no negatives: diversity shrinks", needs_score=True, silent_at_zero=False),
 }
 
 
@@ -575,26 +515,6 @@ KLS = {"k1": lambda d: d, "k2": _k2, "k3": _k3, "k3_straight_through": lambda d:
        "is_k3": _k3}
 
 
-# --------------------------------------------------------------------------------------------------------------- critic
-def value_loss(values_BT, returns_BT, mask_BT, *, old_values_BT=None, clip=None, aggregation="token_mean",
-               denominator=None, max_length=None, weights_B=None):
-    """(max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, metrics); old: the values when the update began."""
-    check_mask(mask_BT)
-    check("value_loss", mask_BT.shape, values_BT=values_BT)
-    check("value_loss", mask_BT.shape, returns_BT=returns_BT, finite_under=mask_BT)
-    values_BT, returns_BT = masked(at_least_float32(values_BT), mask_BT), masked(returns_BT.detach(), mask_BT)
-    loss_BT, metrics = (values_BT - returns_BT).square(), {}
-    if clip is not None:
-        check("value clipping", mask_BT.shape, old_values_BT=old_values_BT, finite_under=mask_BT)
-        old_BT = masked(old_values_BT.detach(), mask_BT)
-        clipped_BT = (old_BT + (values_BT - old_BT).clamp(-clip, clip) - returns_BT).square()
-        metrics["value_clip_fraction"] = (clipped_BT > loss_BT).sum() / mask_BT.sum().clamp(min=1)
-        loss_BT = torch.maximum(loss_BT, clipped_BT)
-    loss = aggregate(loss_BT / 2, mask_BT, aggregation, denominator=denominator, max_length=max_length,
-                     weights_B=weights_B)
-    return loss, floats({"value_loss": loss, **metrics})
-
-
 # ----------------------------------------------------------------------------------------------------------- algorithms
 @dataclass(frozen=True)
 class Objective:
@@ -625,9 +545,8 @@ class Objective:
 # ALGO LOGIC: what `--algo NAME` sets; every part can be overridden alone. `kl_in` says where a KL goes once its
 # coefficient, 0 by default, is raised; on replayed rows a KL in the loss should be is_k3 whatever `kl_kind` says.
 ALGORITHMS = {
-    "reinforce++": Objective("reinforce++", "ppo_clip", "token_mean", "2501.03262: returns whitened over the global batch",
-                             kl_in="reward", kl_kind="k1"),
-    "reinforce++_baseline": Objective("reinforce++_baseline", "ppo_clip", "token_mean", "2501.03262: group mean, then whitening",
+    "reinforce++": Objective("reinforce++", "ppo_clip", "token_mean", "2501.03262: whitened returns", kl_in="reward", kl_kind="k1"),
+    "reinforce++_baseline": Objective("reinforce++_baseline", "ppo_clip", "token_mean", "2501.03262: group mean, then whitened",
                                       kl_in="loss", kl_kind="k2"),
     "grpo": Objective("grpo", "ppo_clip", "seq_mean_token_mean", "2402.03300: group mean and std", kl_in="loss", kl_kind="k3"),
     "dapo": Objective("grpo", "ppo_clip", "token_mean", "2503.14476: clip-higher, token mean", {"eps_high": 0.28}),
@@ -635,14 +554,12 @@ ALGORITHMS = {
     "ppo": Objective("gae", "ppo_clip", "token_mean", "1707.06347: GAE with a critic", stale_options={"dual_clip": 3.0},
                      whiten=True, kl_in="reward", kl_kind="k1"),
     "dr_grpo": Objective("dr_grpo", "ppo_clip", "constant", "2503.20783: no std, constant denominator"),
-    "rloo": Objective("rloo", "ppo_clip", "seq_mean_token_sum", "2402.14740: leave-one-out; the clipped ratio lets it replay",
-                      kl_in="reward", kl_kind="k1"),
+    "rloo": Objective("rloo", "ppo_clip", "seq_mean_token_sum", "2402.14740: leave-one-out, clipped", kl_in="reward", kl_kind="k1"),
     "reinforce": Objective("reinforce", "reinforce", "seq_mean_token_sum", "-A logp with a constant baseline: fresh data only"),
-    "is_reinforce": Objective("dr_grpo", "is_reinforce", "seq_mean_token_sum", "truncated sequence weight, group mean",
-                              {"level": "sequence"}),
+    "is_reinforce": Objective("dr_grpo", "is_reinforce", "seq_mean_token_sum", "truncated weight", {"level": "sequence"}),
     "asymre": Objective("asymre", "asymre", "seq_mean_token_sum", "2506.20520, 2604.08706: baseline below the mean, no ratio"),
     "decoupled_ppo": Objective("grpo", "decoupled_ppo", "token_mean", "2110.00641, 2505.24298: clip around the proximal policy"),
-    "cispo": Objective("grpo", "cispo", "token_mean", "2506.13585: weight capped at 5, no floor", {"eps_low": 1.0, "eps_high": 4.0}),
+    "cispo": Objective("grpo", "cispo", "token_mean", "2506.13585: weight at most 5", {"eps_low": 1.0, "eps_high": 4.0}),
     "gspo": Objective("grpo", "gspo", "seq_mean_token_mean", "2507.18071: sequence ratio"),
     "topr": Objective("dr_grpo", "topr", "seq_mean_token_sum", "2503.14286: only negatives are weighted"),
     "m2po": Objective("grpo", "m2po", "token_mean", "2510.01161: second-moment budget"),
@@ -670,10 +587,6 @@ def objective_of(args) -> Objective:
         **{name: value for name, value in given.items() if name in parts})
 
 
-def needs_reference(objective) -> bool:
-    return objective.kl_in is not None or "reference_logprobs_BT" in objective.loss_options
-
-
 def zero_advantage_is_silent(objective) -> bool:
     """Whether a row of zero advantages has zero gradient, so that it need not be computed."""
     return (objective.kl_in != "loss" and not objective.entropy_coef and LOSSES[objective.loss].silent_at_zero
@@ -681,8 +594,7 @@ def zero_advantage_is_silent(objective) -> bool:
 
 
 def clip_range(objective) -> tuple[float, float] | None:
-    """(low, high) of the ratio to the policy that sampled, outside which a token's or a sequence's part of the loss is clipped;
-    None for a loss without a range of its own, or with one that is around another policy or found anew for each step."""
+    """(low, high) of the ratio to the sampler that the loss leaves as it is; None where it has no such range of its own."""
     if LOSSES[objective.loss].clips is None:
         return None
     return 1 - objective.loss_options["eps_low"], 1 + objective.loss_options["eps_high"]

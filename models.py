@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from envs import MissingData
-from losses import at_least_float32
+from runtime.tensors import at_least_float32
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
 logging.getLogger("transformers.configuration_utils").addFilter(  # Idefics3's own default contradicts itself; ours does not

@@ -19,62 +19,20 @@ from losses import (
     gae,
     kl,
     m2po_bound,
-    needs_reference,
     objective_of,
     policy_loss,
     step_denominator,
     tba_log_z,
-    value_loss,
     vtrace,
     whitened,
     zero_advantage_is_silent,
 )
 from models import Critic, recompute_layers, recomputing, token_logprobs
 from runtime import ranks
+from runtime.masters import MasterAdamW
 from runtime.metrics import diagnostics, explained_variance
+from runtime.tensors import at_least_float32, check, check_mask, floats, masked
 from runtime.watch import bad_rows, where_not_finite
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW that steps on float32 masters of the parameters that are kept in a shorter type, and rounds these from them: a step
-    of 1e-6 on a weight of 0.02 is below half of what bfloat16 tells apart, 6e-5, and would be lost every time (Micikevicius et
-    al. 2018, section 3.1). Float32 parameters are their own masters. `trained`: the parameters themselves."""
-
-    def __init__(self, parameters, **options):
-        self.trained = list(parameters)
-        super().__init__([parameter if parameter.dtype == torch.float32 else parameter.detach().float().requires_grad_()
-                          for parameter in self.trained], **options)
-
-    def rounded(self) -> list:
-        """(parameter, master) where they differ."""
-        return [(parameter, master) for parameter, master in zip(self.trained, self.param_groups[0]["params"])
-                if parameter is not master]
-
-    @torch.no_grad()
-    def step(self):
-        super().step()  # of parameters that are their own masters: no other master has a gradient
-        super().zero_grad()
-        for parameter, master in self.rounded():  # one after the other: no second set of gradients
-            if parameter.grad is not None:
-                master.grad, parameter.grad = parameter.grad.float(), None
-                super().step()
-                master.grad = None
-                parameter.copy_(master)
-                self.state[master]["master"] = master  # so that it goes into checkpoints
-
-    def zero_grad(self):
-        super().zero_grad()
-        for parameter, _ in self.rounded():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict):
-        """After the parameters were filled; a master that `state` lacks begins as its parameter."""
-        super().load_state_dict(state)
-        for parameter, master in self.rounded():
-            master.copy_(self.state[master].get("master", parameter) if master in self.state else parameter)
-            if master in self.state:
-                self.state[master]["master"] = master
 
 
 @dataclass
@@ -135,6 +93,25 @@ def replay_advantages(learner: Learner, episodes, vtrace_BT) -> torch.Tensor:
     if how != "stored":
         raise ValueError(f"--replay-advantage {how} is allowed, but replay_advantages in update.py has no branch for it: add one")
     return padded([episode.advantages for episode in episodes])
+
+
+def value_loss(values_BT, returns_BT, mask_BT, *, old_values_BT=None, clip=None, aggregation="token_mean",
+               denominator=None, max_length=None, weights_B=None):
+    """(max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2, metrics); old: the values when the update began."""
+    check_mask(mask_BT)
+    check("value_loss", mask_BT.shape, values_BT=values_BT)
+    check("value_loss", mask_BT.shape, returns_BT=returns_BT, finite_under=mask_BT)
+    values_BT, returns_BT = masked(at_least_float32(values_BT), mask_BT), masked(returns_BT.detach(), mask_BT)
+    loss_BT, metrics = (values_BT - returns_BT).square(), {}
+    if clip is not None:
+        check("value clipping", mask_BT.shape, old_values_BT=old_values_BT, finite_under=mask_BT)
+        old_BT = masked(old_values_BT.detach(), mask_BT)
+        clipped_BT = (old_BT + (values_BT - old_BT).clamp(-clip, clip) - returns_BT).square()
+        metrics["value_clip_fraction"] = (clipped_BT > loss_BT).sum() / mask_BT.sum().clamp(min=1)
+        loss_BT = torch.maximum(loss_BT, clipped_BT)
+    loss = aggregate(loss_BT / 2, mask_BT, aggregation, denominator=denominator, max_length=max_length,
+                     weights_B=weights_B)
+    return loss, floats({"value_loss": loss, **metrics})
 
 
 def step_inputs(learner: Learner, episodes, weights, ages, proximal_BT, replayed: bool) -> tuple[dict, dict]:
@@ -339,7 +316,8 @@ def make_learner(args, policy, image_processor=None) -> Learner:
         return module, MasterAdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     reference = None
-    if needs_reference(objective) and not args.lora_rank:  # under LoRA it is the policy without adapters
+    needed = objective.kl_in is not None or "reference_logprobs_BT" in objective.loss_options
+    if needed and not args.lora_rank:  # under LoRA it is the policy without adapters
         reference = placed(copy.deepcopy(policy).requires_grad_(False))
     if args.lora_rank:
         with torch.random.fork_rng(devices=[]):

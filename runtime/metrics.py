@@ -7,8 +7,8 @@ import torch
 from buffer import use_stats
 from episode import PLAYED
 from judge import has_signal
-from losses import LOG_RATIO_LIMIT, check, check_mask, clamp_log_ratio, floats, masked, sequence_log_ratio
 from runtime import ranks
+from runtime.tensors import LOG_RATIO_LIMIT, check, check_mask, clamp_log_ratio, floats, masked, sequence_log_ratio
 
 
 # ------------------------------------------------------------------------------------------------------- an update

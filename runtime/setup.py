@@ -285,7 +285,8 @@ def code_files(env) -> list[Path]:
     """The files that decide what is learned, the task's own among them."""
     top = Path(__file__).resolve().parent.parent
     names = ("train", "settings", "judge", "update", "losses", "episode", "buffer", "problems", "drift", "rollout", "models", "envs",
-             "engines/__init__", "engines/hf", "engines/samplers", "engines/vllm", "runtime/ranks")
+             "engines/__init__", "engines/hf", "engines/samplers", "engines/vllm", "runtime/ranks", "runtime/memories", "runtime/tensors",
+             "runtime/masters")
     own = [top / f"{name}.py" for name in names]
     return own + sorted({Path(inspect.getfile(kind)) for kind in type(env).__mro__[:-1]} - set(own))
 

@@ -12,6 +12,7 @@ from losses import ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSSE
 from runtime import metrics as measures
 from runtime.log import clipped_share
 from settings import Args
+from update import value_loss
 
 torch.set_num_threads(1)
 NAN = float("nan")
@@ -903,20 +904,20 @@ def test_kl_values_by_hand_and_reference_detached():
 def test_value_loss():
     values_BT, returns_BT = torch.tensor([[1.0, 0.5, 9.0]], requires_grad=True), torch.tensor([[0.0, 0.0, NAN]])
     mask_BT = mask_of([[1, 1, 0]])
-    loss, _ = losses.value_loss(values_BT, returns_BT, mask_BT)
+    loss, _ = value_loss(values_BT, returns_BT, mask_BT)
     assert loss.item() == pytest.approx((1.0 + 0.25) / 4)
     # old .1: the first value is clipped to .3, whose error is smaller, so the maximum stays unclipped; with old 2.0 the
     # clipped 1.8 is worse and has no gradient
-    loss, metrics = losses.value_loss(
+    loss, metrics = value_loss(
         values_BT, returns_BT, mask_BT, old_values_BT=torch.tensor([[2.0, 0.5, 0.0]]), clip=0.2
     )
     loss.backward()
     assert loss.item() == pytest.approx((1.8**2 + 0.25) / 4) and metrics["value_clip_fraction"] == 0.5
     assert values_BT.grad.tolist() == [pytest.approx([0.0, 0.25, 0.0])]
-    assert losses.value_loss(values_BT, returns_BT, mask_BT, old_values_BT=torch.full((1, 3), 0.1), clip=0.2)[
+    assert value_loss(values_BT, returns_BT, mask_BT, old_values_BT=torch.full((1, 3), 0.1), clip=0.2)[
         0
     ].item() == pytest.approx((1.0 + 0.25) / 4)
-    parts = losses.value_loss(values_BT, returns_BT, mask_BT, denominator=4, weights_B=torch.tensor([0.5]))[0]
+    parts = value_loss(values_BT, returns_BT, mask_BT, denominator=4, weights_B=torch.tensor([0.5]))[0]
     assert parts.item() == pytest.approx(1.25 / 2 / 4 * 0.5)
 
 
@@ -1107,7 +1108,7 @@ ERRORS = {
     "weights shape": (
         lambda: losses.aggregate(ONES, MASK, "token_mean", weights_B=ONES), r"weights_B has shape \(2, 3\)"),
     "diagnostics shape": (lambda: measures.diagnostics(ONES, ONES[:1], ONES, MASK), "behavior_logprobs_BT has shape"),
-    "old values missing": (lambda: losses.value_loss(ONES, ONES, MASK, clip=0.2), "needs old_values_BT")}
+    "old values missing": (lambda: value_loss(ONES, ONES, MASK, clip=0.2), "needs old_values_BT")}
 
 
 @pytest.mark.parametrize("case", ERRORS)

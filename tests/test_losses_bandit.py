@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import losses
+from update import value_loss
 
 torch.set_num_threads(1)
 ANSWERS = torch.tensor([[2, 1], [0, 2]])
@@ -55,7 +56,7 @@ def update(bundle, batch, logits_PCV, values_PC, optimizer):
         bundle.loss, logprobs_BT, *arguments, aggregation=bundle.aggregation, max_length=2,
         rewards_B=batch["rewards_B"], group_ids_B=batch["problems_B"], tba_beta=BETA,
         reference_logprobs_BT=torch.full_like(logprobs_BT, 1 / 3).log(), **bundle.loss_options, **more)
-    critic, _ = losses.value_loss(
+    critic, _ = value_loss(
         values_PC[batch["problems_B"][:, None], contexts(batch["tokens_BT"])], batch["returns_BT"], batch["mask_BT"]
     )
     optimizer.zero_grad()

@@ -12,8 +12,9 @@ from losses import gae, objective_of
 from models import load_policy
 from policies.chat import Chat
 from rollout import collect
+from runtime.masters import MasterAdamW
 from settings import Args
-from update import MasterAdamW, gradients, make_learner, replay_advantages, update, value_targets
+from update import gradients, make_learner, replay_advantages, update, value_targets
 
 
 @pytest.fixture(scope="module")
