@@ -772,10 +772,11 @@ def test_looking_for_rooms_ends_where_there_are_no_more(name, options):
     assert time.time() - started < 60
 
 
-def test_one_environment_of_eight_that_raises_costs_one_row_and_is_counted(run_task):
+def test_one_environment_of_eight_that_raises_costs_one_row_and_is_counted(run_task, monkeypatch):
+    monkeypatch.setattr("runtime.watch.ENV_ERRORS", 0.2)
     metrics, _, updates = run_task(
         "if self.problem_id == 0 and self.number == 2:\n    raise RuntimeError('the tool is gone')\n" +
-        RIGHT_EVERY_OTHER_TIME, "--group-size", 4, "--max-env-error-frac", 0.2, "--replay", "none")
+        RIGHT_EVERY_OTHER_TIME, "--group-size", 4, "--replay", "none")
     assert metrics[0]["fresh/env_errors"] == 0.125
     assert len(updates[0][1]) == 7 and metrics[0]["fresh/nonzero_advantage_rows"] == 1.0
 

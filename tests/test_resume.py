@@ -630,7 +630,7 @@ def test_a_gradient_spike_is_told_once(tmp_path, flags, monkeypatch, capsys):
     start(tmp_path, "x", flags, "--iterations", 8, "--max-grad-norm", 0.5)
     out = capsys.readouterr().out
     assert out.count("the gradient norm of a replay update is") == 1 and out.count("the gradient norm of a fresh update is") <= 1
-    assert "times the median of the last" in out and "--max-grad-norm 0.5" in out and "--max-age" in out
+    assert "times the median of the last" in out and "--max-grad-norm 0.5" in out and "--replay-options max_age" in out
 
 
 def test_a_collapsed_entropy_and_exploded_ratios_are_told_once(tmp_path, flags, monkeypatch, capsys):
@@ -642,7 +642,7 @@ def test_a_collapsed_entropy_and_exploded_ratios_are_told_once(tmp_path, flags, 
     out = capsys.readouterr().out
     assert out.count("the entropy has collapsed to") == 1 and "--entropy-coef" in out
     assert out.count("the ratios of a fresh update have exploded") == 1 and "--fresh-epochs 1" in out
-    assert out.count("the ratios of a replay update have exploded") == 1 and "--tau, --max-age" in out
+    assert out.count("the ratios of a replay update have exploded") == 1 and "--tau, --capacity or --replay-options max_age" in out
 
 
 def test_a_sound_run_is_told_nothing(whole):

@@ -274,7 +274,7 @@ def test_wrong_settings_are_refused(capsys, flags, words):
 def test_a_shared_folder_that_does_not_exist_is_refused_and_not_made(quick_flags, tmp_path):
     done = train(*quick_flags, "--runs-dir", tmp_path / "runs", "--iterations", 1, "--replay", "none", "--async-rollouts", 1,
                  "--engine-options", "shared_folder", tmp_path / "smh", check=False)
-    assert done.returncode == 2 and f"error: --shared-folder {tmp_path / 'smh'} must be a folder that exists" in done.stderr
+    assert done.returncode == 2 and f"error: --engine-options shared_folder {tmp_path / 'smh'} must be a folder that exists" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -362,17 +362,17 @@ def test_a_sampler_that_fails_but_keeps_its_pipe_ends_the_wait_and_is_told_at_on
 def test_one_sampler_that_cannot_start_ends_the_program_at_once_and_is_told_once(beside, capfd, second):
     behaviours, began = [refuses, second], time.time()
     with pytest.raises(SystemExit) as stop:
-        beside(lambda args, *more: behaviours[int(args.engine)](args, *more), async_rollouts=2, engine="0,1", restart_samplers=3)
+        beside(lambda args, *more: behaviours[int(args.engine)](args, *more), async_rollouts=2, engine="0,1", async_options={"restarts": 3})
     assert stop.value.code == 2 and time.time() - began < 20
     assert capfd.readouterr().err == "error: no server there\n"
 
 
 def test_a_sampler_that_cannot_start_again_is_a_sampler_that_died(beside, capfd):
-    source = beside(refuses_once_restarted, restart_samplers=2)
+    source = beside(refuses_once_restarted, async_options={"restarts": 2})
     assert source.next(1, True) is None and source.error == "sampler 0 died: Traceback: no server there"
     (source.weights / "before").unlink()
     told = capfd.readouterr().err
-    assert "started again, 2 of --restart-samplers 2: Traceback: no server there" in told and "the run ends after this iteration" in told
+    assert "started again, 2 of --async-options restarts 2: Traceback: no server there" in told and "the run ends after this iteration" in told
 
 
 @pytest.mark.parametrize("error, sentence", [
@@ -405,7 +405,7 @@ def test_a_signal_between_the_look_and_the_wait_is_not_missed(beside):
 
 
 def test_seconds_are_those_of_the_batches_that_were_taken(beside):
-    source = beside(plays, async_queue=2)
+    source = beside(plays, async_options={"queue": 2})
     wait_for(lambda: source.metrics()["async/batches_waiting"] or source.order(), 30)
     wait_for(lambda: source.metrics()["async/batches_waiting"] == 3, 30)
     batch = source.next(1, True)
@@ -419,12 +419,12 @@ def test_tokens_a_second_are_those_of_the_samplers_seconds_not_of_the_wait_for_t
 
 
 def test_a_resumed_run_plays_first_what_was_under_way(beside, tmp_path):
-    source = beside(plays, async_queue=2)
+    source = beside(plays, async_options={"queue": 2})
     assert source.next(1, True).episodes == [1]
     assert source.under_way() == [[2, [2]], [3, [3]], [4, [4]]]
     left = json.loads(json.dumps([[2, [20]], [4, [40]]]))
     (tmp_path / "again").mkdir()
-    resumed = beside(plays, again=left, number=4, folder=tmp_path / "again", async_queue=2)
+    resumed = beside(plays, again=left, number=4, folder=tmp_path / "again", async_options={"queue": 2})
     assert resumed.under_way() == left
     batches = [resumed.next(number, True) for number in range(4)]
     assert [batch.episodes for batch in batches] == [[2], [4], [5], [6]]
@@ -432,7 +432,7 @@ def test_a_resumed_run_plays_first_what_was_under_way(beside, tmp_path):
 
 
 def test_a_resumed_run_in_lockstep_begins_with_the_weights_that_were_sampled_from(beside, tmp_path):
-    source = beside(plays, sync_every=3, async_lockstep=True)
+    source = beside(plays, sync_every=3, async_options={"lockstep": True})
     kept = source.kept()["sampled"]
     with torch.no_grad():
         source.policy.weight.add_(1.0)
@@ -440,7 +440,7 @@ def test_a_resumed_run_in_lockstep_begins_with_the_weights_that_were_sampled_fro
     assert torch.equal(source.kept()["sampled"]["weight"], kept["weight"]) and source.step == 0
     save_file(kept, tmp_path / "sampled.safetensors")
     (tmp_path / "again").mkdir()
-    resumed = beside(plays, folder=tmp_path / "again", sync_every=3, async_lockstep=True)
+    resumed = beside(plays, folder=tmp_path / "again", sync_every=3, async_options={"lockstep": True})
     resumed.sync(9)
     resumed.restore(tmp_path, 7)
     other = torch.nn.Linear(1, 1)
