@@ -5,15 +5,11 @@ Freshness-aware prioritised replay (FreshPER, arXiv 2604.16918) draws entry i wi
 All entries age together, so the decay is folded into a weight that is set once, exp(alpha·(log p_i + birthday_i/tau)):
 the ratios between weights, hence P, are the same at every step, and ageing costs nothing.
 """
-import json
 import math
 import operator
-import os
-import secrets
 import sys
 from dataclasses import dataclass
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -576,7 +572,7 @@ class ReplayBuffer:
 
     def stats(self, step: int) -> dict[str, float | int | None]:
         """Plain numbers, None where undefined; ages in the unit of `step`, entropy in nats (uniform: log size)."""
-        counts, slots, finite = self.counts, self._live(), 0 < self.alpha and self.tau < math.inf
+        slots, finite = self._live(), 0 < self.alpha and self.tau < math.inf
         stats: dict[str, float | int | None] = {
             "size": len(self),
             "episodes": sum(len(members) for members in self.members),
@@ -585,7 +581,6 @@ class ReplayBuffer:
             "tau": self.tau if self.tau < math.inf else None,
             "sampling_half_life": self.tau * math.log(2) / self.alpha if finite else None,
             "beta": self.beta,
-            **use_stats(counts),
         }
         names = ("age_mean", "age_p50", "age_p95", "age_max", "uses_mean", "priority_min", "priority_max")
         stats |= dict.fromkeys(names + ("correct_fraction", "priority_entropy", "newest_mass"))
@@ -604,25 +599,6 @@ class ReplayBuffer:
             stats["priority_entropy"] = float(-(p[p > 0] * np.log(p[p > 0])).sum())
             stats["newest_mass"] = float(p[birthdays == birthdays.max()].sum())
         return stats
-
-    def by_age(self, step: int, bins: int = 128) -> dict[str, list]:
-        """The live entries by rising age (grouped into `bins` when there are more ages): how many, their mean base priority,
-        their share of the draw's mass; `uses`: how many were used 0, 1, ... 7, and 8 or more times."""
-        if not self.ready(1, step):
-            return {"age": [], "count": [], "mass": [], "priority": [], "uses": [0] * 9}
-        slots = np.setdiff1d(self._live(), self._expired(step))
-        slots = slots[np.argsort(self.id[slots])]
-        drawable = self.sampler != "prioritized" or self._log_weights(slots).max() > -math.inf  # else only fresh_fraction draws
-        p = self.probabilities(step)[1] if drawable else np.zeros(len(slots))
-        ages = step - self.birthday[slots]
-        if len(np.unique(ages)) > bins:
-            width = -(-(int(ages.max()) + 1) // bins)
-            ages = ages // width * width
-        age, place = np.unique(ages, return_inverse=True)
-        count = np.bincount(place)
-        return {"age": age.tolist(), "count": count.tolist(), "mass": np.bincount(place, p).tolist(),
-                "priority": (np.bincount(place, np.exp(self.log_base[slots])) / count).tolist(),
-                "uses": np.bincount(np.minimum(self.uses[slots], 8), minlength=9).tolist()}
 
     def check_valid(self) -> None:
         """Assert every invariant that ties the parts together, O(N)."""
@@ -681,66 +657,6 @@ class ReplayBuffer:
         leaves[slots] = np.exp(self._log_weights(slots))
         self.tree = SumTree(leaves)
 
-    def take_share(self, shards: list["ReplayBuffer"], part: int, parts: int) -> None:
-        """Become, while empty, part `part` of `parts` of what `shards` hold together: whole prompt groups, dealt by age to the
-        part that has fewest entries; what a part cannot hold is evicted. The first part takes over the totals.
-        """
-        for name in set(self.config) - {"capacity", "min_size", "seed", "tau", "beta_steps"}:
-            for shard in shards:
-                require(shard.config[name] == self.config[name],
-                        f"the saved buffer has {name}={shard.config[name]!r}, this one {name}={self.config[name]!r}")
-        groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
-        for shard in shards:
-            for slot in shard._live()[np.argsort(shard.id[shard._live()])].tolist():
-                groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
-        dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
-        for _, entries in sorted(groups.items()):  # ids of groups rise: in the order of arrival, which decides who leaves first
-            min(dealt, key=len).extend(entries)
-
-        mine, slots = dealt[part], np.arange(len(dealt[part]))
-        self._resize(len(mine))
-        for name in set(SLOT_ARRAYS) - {"id"}:
-            getattr(self, name)[:] = [getattr(shard, name)[slot] for shard, slot in mine]
-        self.id[:], self.members = slots, [shard.members[slot] for shard, slot in mine]
-        if len(mine):
-            self._name(slots, slots)
-        self.newest_birthday = max(shard.newest_birthday for shard in shards)
-        self.positive = int(np.count_nonzero(np.isfinite(self.log_base)))
-        own = [{"added": len(entries), "drawn": sum(int(shard.uses[slot]) for shard, slot in entries),
-                "first_uses": sum(int(shard.uses[slot] > 0) for shard, slot in entries)} for entries in dealt]
-        for name in self.counts:
-            total = sum(shard.counts[name] for shard in shards)
-            others = sum(counts.get(name, 0) for counts in own[1:])
-            self.counts[name] = total - others if part == 0 else own[part].get(name, 0)
-        self.counts["draws"] = max(shard.counts["draws"] for shard in shards)  # each draw was one of every shard
-        self.set_tau(shards[0].tau)
-        self._remove(self._beyond_capacity(), "evicted")
-
-    def save(self, folder: str | Path) -> None:
-        """Write buffer.json and the .npz that it names into `folder`; a crash leaves the earlier pair whole."""
-        folder, state = Path(folder), self.state_dict()
-        folder.mkdir(parents=True, exist_ok=True)
-        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-        values = {name: value for name, value in state.items() if name not in arrays}
-        values["arrays"] = f"buffer-{secrets.token_hex(4)}.npz"
-        with open(folder / values["arrays"], "wb") as file:
-            np.savez(file, **arrays)
-        (folder / "buffer.json.tmp").write_text(json.dumps(values))
-        os.replace(folder / "buffer.json.tmp", folder / "buffer.json")
-        for old in folder.glob("buffer-*.npz"):
-            if old.name != values["arrays"]:
-                old.unlink()
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "ReplayBuffer":
-        """The buffer that `save(folder)` wrote."""
-        state = json.loads((Path(folder) / "buffer.json").read_text())
-        with np.load(Path(folder) / Path(state["arrays"]).name, allow_pickle=False) as arrays:
-            state |= dict(arrays)
-        buffer = cls(**state["config"])
-        buffer.load_state_dict(state)
-        return buffer
-
 
 def _checked_priorities(base: Any, n: int) -> np.ndarray:
     base = np.asarray(base, np.float64)
@@ -764,25 +680,3 @@ def _rows_by_group(episodes: list[Episode]) -> list[list[int]]:
 def _mean_abs_advantage(episode: Episode) -> float:
     actions = np.count_nonzero(episode.action_mask)
     return float(np.abs(episode.advantages).sum(dtype=np.float64)) / actions if actions else 0.0
-
-
-def use_stats(counts: dict[str, int]) -> dict[str, float | int | None]:
-    """What the counts of a buffer, or the sums over its shards, say of the use of its entries."""
-    return {
-        "added_total": counts["added"],
-        "drawn_total": counts["drawn"],
-        "replay_ratio": _ratio(counts["drawn"], counts["added"]),
-        "new_fraction": _ratio(counts["first_uses"], counts["drawn"]),
-        "steps_since_last_use_mean": _ratio(counts["reuse_gap"], counts["drawn"] - counts["first_uses"]),
-        "evicted_total": counts["evicted"],
-        "evicted_unused_total": counts["evicted_unused"],
-        "evicted_unused_fraction": _ratio(counts["evicted_unused"], counts["evicted"]),
-        "uses_of_retired_mean": _ratio(counts["retired_uses"], counts["evicted"] + counts["dropped_by_age"]),
-        "dropped_by_age_total": counts["dropped_by_age"],
-        "dropped_by_age_tokens_mean": _ratio(counts["dropped_by_age_tokens"], counts["dropped_by_age"]),
-        "stale_updates_total": counts["stale_updates"],
-    }
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None

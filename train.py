@@ -54,7 +54,7 @@ from runtime.checkpoints import (
 from runtime.files import claim, fail, give_back, taken, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog, drift_record, replay_record
-from runtime.metrics import buffer_stats, drift_metrics, fresh_metrics, outline, replay_metrics, task_averages, under
+from runtime.metrics import buffer_stats, by_age, drift_metrics, fresh_metrics, outline, replay_metrics, task_averages, under
 from runtime.setup import code_files, digest_of, finished, problems_of
 from runtime.watch import Watch
 from settings import MAY_CHANGE_ON_RESUME, Args, list_objectives, make_buffer, parse_args, stores_everything
@@ -289,7 +289,7 @@ def main(args: Args) -> dict:
 
             # ---- update on replayed episodes
             replayed, samples, drawn = [], [], ranks.share_size(args.replay_batch_size)
-            held = buffer.by_age(now()) if args.replay_updates else None
+            held = by_age(buffer, now()) if args.replay_updates else None
             while len(replayed) < args.replay_updates and ranks.agreed(buffer.ready(drawn, now())):
                 sample = buffer.sample(drawn, now(), lowest=ranks.lowest)
                 unused = sample.steps_since_last_use < 0 if not args.fresh_update else False

@@ -20,6 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from buffer import ReplayBuffer
 from episode import Episode
+from runtime.shards import load_buffer, save_buffer
 
 BATCH, ALPHA, BETA, TAU = 128, 0.6, 0.4, 500.0
 
@@ -263,9 +264,9 @@ def report_saving(n: int, length: int) -> None:
     buffer.add([make_episode(length, step) for step in range(n)], n)
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        buffer.save(folder)
+        save_buffer(buffer, folder)
         saved = time.perf_counter()
-        loaded = ReplayBuffer.load(folder)
+        loaded = load_buffer(folder)
         end = time.perf_counter()
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
     one, two = buffer.sample(BATCH, n), loaded.sample(BATCH, n)

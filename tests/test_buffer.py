@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import buffer as buffer_module
 from buffer import ReplayBuffer, SumTree
 from drift import DriftEstimator, sequence_kl, token_kl
 from episode import Episode, pack_episodes, unpack_episodes
+from runtime.metrics import use_stats
 
 
 def make(step=0, length=5, score=1.0, group=0, advantage=0.5, success=None, **fields):
@@ -767,7 +767,7 @@ def test_max_age_drops_and_counts():
     assert len(buffer.probabilities(4)[0]) == 3 and len(buffer.probabilities(5)[0]) == 1
     assert not buffer.ready(2, 5) and buffer.ready(1, 5)
     buffer.sample(1, 5)
-    stats = buffer.stats(5)
+    stats = buffer.stats(5) | use_stats(buffer.counts)
     assert (
         stats["dropped_by_age_total"] == 2 and stats["dropped_by_age_tokens_mean"] == 5 and stats["evicted_total"] == 0
     )
@@ -826,7 +826,7 @@ def test_steps_since_last_use_example():
     buffer = filled([1.0], draw="iid")
     assert buffer.sample(1, 3).steps_since_last_use.tolist() == [-1]
     assert sorted(buffer.sample(3, 5).steps_since_last_use.tolist()) == [0, 0, 2]
-    stats = buffer.stats(5)
+    stats = buffer.stats(5) | use_stats(buffer.counts)
     assert (stats["drawn_total"], stats["uses_mean"], stats["new_fraction"]) == (4, 4, 0.25)
     assert stats["steps_since_last_use_mean"] == pytest.approx(2 / 3)
 
@@ -843,7 +843,7 @@ def test_replay_ratio_of_a_fifo(capacity, added, drawn, ratio, age, oldest):
             sample = buffer.sample(drawn, step)
             if step > 50:
                 ages += sample.ages.tolist()
-    stats = buffer.stats(500)
+    stats = buffer.stats(500) | use_stats(buffer.counts)
     assert stats["replay_ratio"] == pytest.approx(ratio, rel=0.01)
     assert np.mean(ages) == pytest.approx(age, abs=0.03) and max(ages) == oldest
     life = capacity / added  # draws that an entry lives through, the last cohort partly
@@ -856,7 +856,7 @@ def test_replay_ratio_of_a_fifo(capacity, added, drawn, ratio, age, oldest):
 
 def test_stats_by_hand_and_undefined_values():
     empty = ReplayBuffer(4).stats(0)
-    assert empty["size"] == 0 and empty["age_mean"] is None and empty["replay_ratio"] is None
+    assert empty["size"] == 0 and empty["age_mean"] is None
     buffer = filled([1.0, 1.0, 2.0], [0, 5, 10], step=10, tau=math.inf, alpha=1.0)
     stats = buffer.stats(20)
     assert (stats["age_mean"], stats["age_p50"], stats["age_max"]) == (15, 15, 20)
@@ -901,68 +901,6 @@ def test_memory_does_not_grow_with_the_number_of_entries_seen():
             buffer.add([make(step)] * 25, step)
             sizes.append(buffer.nbytes)
         assert sizes[-1] < 1.1 * sizes[20] and len(buffer.id) <= 125
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {}, {"draw": "iid"}, {"unit": "group"}, {"sampler": "positive_bias", "positive_fraction": 0.25}, {"max_age": 6},
-        {"sampler": "uniform"}, {"eviction": "lowest_priority", "insert_priority": "max"}, {"tau": math.inf},
-        {"sampler": "never_used_first", "fresh_fraction": 0.25}, {"beta_steps": 40}, {"sampler": "newest"},
-    ],
-)  # fmt: skip
-def test_saved_and_loaded_buffers_continue_alike(arguments, tmp_path):
-    def play(buffer, start, stop):
-        log_ = []
-        for step in range(start, stop):
-            rows = [
-                make(step, advantage=0.1 * i, score=i, group=3 * step + i // 2, success=i % 2 == 0) for i in range(6)
-            ]
-            buffer.add(rows, step)
-            if step == 11:
-                buffer.set_tau(5.0)
-            sample = buffer.sample(3, step)
-            buffer.update_priorities(sample.ids, 1 / (1 + np.arange(len(sample.ids))))
-            log_.append((sample.ids.tolist(), sample.weights.tolist(), sample.ages.tolist(), buffer.beta))
-        return log_
-
-    one = ReplayBuffer(20, seed=4, **arguments)
-    play(one, 0, 12)
-    one.save(tmp_path / "here")
-    one.save(tmp_path / "here")  # again, over the first
-    assert len(list((tmp_path / "here").iterdir())) == 2
-    two = ReplayBuffer.load(tmp_path / "here")
-    two.check_valid()
-    with pytest.raises(ValueError, match="earlier than a birthday, 11"):
-        two.sample(3, 10)
-    assert same(one.state_dict(), two.state_dict()) and two.tau == 5.0
-    assert play(one, 12, 24) == play(two, 12, 24)
-    assert same(one.state_dict(), two.state_dict())
-
-
-def test_a_crash_while_saving_leaves_the_earlier_save(tmp_path, monkeypatch):
-    buffer = filled([1.0, 2.0])
-    buffer.save(tmp_path)
-    buffer.update_priorities([0], [7.0])
-
-    def crash(*_):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(buffer_module.os, "replace", crash)
-        with pytest.raises(OSError):
-            buffer.save(tmp_path)
-    np.testing.assert_allclose(ReplayBuffer.load(tmp_path).probabilities(0)[1], [1 / 3, 2 / 3])
-    buffer.save(tmp_path)
-    np.testing.assert_allclose(ReplayBuffer.load(tmp_path).probabilities(0)[1], [7 / 9, 2 / 9])
-
-
-def test_files_hold_no_pickle(tmp_path):
-    buffer = filled([1.0, 2.0])
-    buffer.save(tmp_path)
-    (arrays,) = tmp_path.glob("*.npz")
-    with np.load(arrays, allow_pickle=False) as file:
-        assert all(file[name].dtype != object for name in file.files)
 
 
 def test_loading_into_other_settings_is_refused():
@@ -1038,7 +976,7 @@ def test_stale_ids_are_recognised_not_applied_to_the_new_occupant():
     buffer.add([make()], 1, [1], [1.0])  # takes over from id 0
     before = buffer.probabilities(1)
     assert buffer.update_priorities([0], [50.0]) == 0
-    assert np.array_equal(buffer.probabilities(1)[1], before[1]) and buffer.stats(1)["stale_updates_total"] == 1
+    assert np.array_equal(buffer.probabilities(1)[1], before[1]) and buffer.counts["stale_updates"] == 1
     assert buffer.update_priorities([0, 2], [50.0, 3.0]) == 1
     np.testing.assert_allclose(buffer.probabilities(1)[1], [0.25, 0.75])
     assert buffer.update_priorities([], []) == 0
@@ -1172,16 +1110,3 @@ def test_sequence_kl_has_the_right_mean():
     assert (sequence_kl(log_ratios) >= 0).all()  # k3
     wild = np.array([-9.0, 2.0])
     assert sequence_kl(wild).tolist() == [9.0, -2.0]  # k1
-
-
-def test_by_age_counts_what_is_held():
-    buffer = ReplayBuffer(8, priority="uniform", tau=2.0, alpha=1.0, eps=0.0)
-    ids = [buffer.add([make(step=birthday)], 5)[0] for birthday in (0, 3, 3)]
-    held = buffer.by_age(5)
-    young, old = math.exp(-2 / 2), math.exp(-5 / 2)
-    assert held["age"] == [2, 5] and held["count"] == [2, 1] and held["priority"] == pytest.approx([1, 1])
-    assert held["mass"] == pytest.approx([2 * young / (2 * young + old), old / (2 * young + old)])
-    buffer.sample(2, 5), buffer.sample(3, 5)
-    assert sum(use * count for use, count in enumerate(buffer.by_age(5)["uses"])) == 5 and len(ids) == 3
-    assert buffer.by_age(50, bins=1)["count"] == [3]
-    assert ReplayBuffer(8).by_age(0)["age"] == []

@@ -38,6 +38,7 @@ from losses import (
 )
 from rollout import collect
 from runtime.files import finite_or_none
+from runtime.metrics import by_age
 from settings import ADVANTAGE_KINDS, Args, checked, parse_args
 from tasks import maths, search_qa
 from train import main
@@ -376,7 +377,7 @@ def a_buffer_that_is_ready_draws(options, seed, start):
                 buffer.sample(n, step)
             continue
         assert buffer.refusal(n, step) is None
-        held = buffer.by_age(step)
+        held = by_age(buffer, step)
         assert not held["age"] or sum(held["mass"]) == pytest.approx(1.0) or not any(held["priority"])
         sample = buffer.sample(n, step)
         assert len(set(sample.ids.tolist())) <= n and np.isfinite(sample.weights).all() and (sample.weights >= 0).all()
@@ -392,7 +393,7 @@ def test_what_is_held_can_be_told_where_no_priority_is_above_zero():
     buffer.add([episode([1, 0], [0, 1], advantage=0.0)] * 2, step=0)
     sample = buffer.sample(2, 0)  # the newest need no priority
     assert sample.probabilities.tolist() == [0.0, 0.0] and sample.inclusion.tolist() == [1.0, 1.0]
-    held = buffer.by_age(0)
+    held = by_age(buffer, 0)
     assert (held["count"], held["mass"], held["priority"]) == ([2], [0.0], [0.0])
 
 
