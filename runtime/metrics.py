@@ -65,7 +65,7 @@ def by_age(buffer, step: int, bins: int = 128) -> dict[str, list]:
     their share of the draw's mass; `uses`: how many were used 0, 1, ... 7, and 8 or more times."""
     if not buffer.ready(1, step):
         return {"age": [], "count": [], "mass": [], "priority": [], "uses": [0] * 9}
-    slots = np.setdiff1d(buffer._live(), buffer._expired(step))
+    slots = buffer.live(without=buffer.expired(step, buffer.max_age))
     slots = slots[np.argsort(buffer.id[slots])]
     no_mass = buffer.sampler == "prioritized" and buffer.alpha > 0 and not np.isfinite(buffer.log_base[slots]).any()
     p = np.zeros(len(slots)) if no_mass else buffer.probabilities(step)[1]  # without mass only fresh_fraction draws

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer import SLOT_ARRAYS, ReplayBuffer
-from episode import require
+from buffer import ReplayBuffer
+from runtime.entries import require_same
 
 
 def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
@@ -40,27 +40,22 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     """Become, while empty, part `part` of `parts` of what `shards` hold together: whole prompt groups, dealt by age to the
     part that has fewest entries; what a part cannot hold is evicted. The first part takes over the totals.
     """
-    for name in set(buffer.config) - {"capacity", "min_size", "seed", "tau", "beta_steps"}:
-        for shard in shards:
-            require(shard.config[name] == buffer.config[name],
-                    f"the saved buffer has {name}={shard.config[name]!r}, this one {name}={buffer.config[name]!r}")
+    for shard in shards:
+        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau", "beta_steps"))
     groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
     for shard in shards:
-        for slot in shard._live()[np.argsort(shard.id[shard._live()])].tolist():
+        for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
             groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
     dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
     for _, entries in sorted(groups.items()):  # ids of groups rise: in the order of arrival, which decides who leaves first
         min(dealt, key=len).extend(entries)
 
-    mine, slots = dealt[part], np.arange(len(dealt[part]))
-    buffer._resize(len(mine))
-    for name in set(SLOT_ARRAYS) - {"id"}:
-        getattr(buffer, name)[:] = [getattr(shard, name)[slot] for shard, slot in mine]
-    buffer.id[:], buffer.members = slots, [shard.members[slot] for shard, slot in mine]
-    if len(mine):
-        buffer._name(slots, slots)
+    mine = dealt[part]
+    members, birthdays = [shard.members[slot] for shard, slot in mine], [shard.birthday[slot] for shard, slot in mine]
+    slots = buffer.insert(members, birthdays, capacity=len(mine))
+    for name in buffer.columns.keys() - {"id"}:
+        getattr(buffer, name)[slots] = [getattr(shard, name)[slot] for shard, slot in mine]
     buffer.newest_birthday = max(shard.newest_birthday for shard in shards)
-    buffer.positive = int(np.count_nonzero(np.isfinite(buffer.log_base)))
     own = [{"added": len(entries), "drawn": sum(int(shard.uses[slot]) for shard, slot in entries),
             "first_uses": sum(int(shard.uses[slot] > 0) for shard, slot in entries)} for entries in dealt]
     for name in buffer.counts:
@@ -69,4 +64,5 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
         buffer.counts[name] = total - others if part == 0 else own[part].get(name, 0)
     buffer.counts["draws"] = max(shard.counts["draws"] for shard in shards)  # each draw was one of every shard
     buffer.set_tau(shards[0].tau)
-    buffer._remove(buffer._beyond_capacity(), "evicted")
+    step = max([buffer.newest_birthday, *buffer.last_use.tolist()])  # the last that it knows of
+    buffer.retire(buffer._beyond_capacity(step), "evicted")

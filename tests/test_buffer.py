@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffer import ReplayBuffer, SumTree
+from buffer import ReplayBuffer
 from drift import DriftEstimator, sequence_kl, token_kl
 from episode import Episode, pack_episodes, unpack_episodes
 from runtime.metrics import use_stats
@@ -33,6 +33,20 @@ def filled(base, birthdays=None, step=None, **arguments):
     buffer = ReplayBuffer(len(base), **({"alpha": 1.0} | arguments))
     buffer.add([make()] * len(base), max(birthdays) if step is None else step, birthdays, base)
     return buffer
+
+
+def check_valid(buffer):
+    """Assert every invariant that ties the parts together, O(N)."""
+    slots, counts = buffer.live(), buffer.counts
+    np.testing.assert_array_equal(buffer.slots(buffer.id[slots]), slots)
+    assert len(buffer.slot_of) == len(slots) == len(buffer), "the map of ids has dead ones"
+    assert sorted(buffer.free + slots.tolist()) == list(range(len(buffer.id))), "a slot is lost, or free twice"
+    assert len(buffer) <= buffer.capacity, f"{len(buffer)} entries, capacity {buffer.capacity}"
+    assert all(bool(members) == (id >= 0) for members, id in zip(buffer.members, buffer.id)), "a slot without episodes"
+    free = np.setdiff1d(np.arange(len(buffer.id)), slots)
+    assert all((getattr(buffer, name)[free] == empty).all() for name, empty in buffer.columns.items()), "a free slot is not empty"
+    assert counts["drawn"] == buffer.uses[slots].sum() + counts["retired_uses"], "uses do not add up"
+    assert counts["added"] == len(buffer) + counts["evicted"] + counts["dropped_by_age"], "entries do not add up"
 
 
 def same(one, two):
@@ -171,45 +185,7 @@ def test_episodes_survive_packing(batch):
         assert_equal_episodes(one, two)
 
 
-# ------------------------------------------------------------------------------------------------------ the tree
-
-
-@given(st.integers(1, 200), st.integers(0, 2**32 - 1), st.sampled_from([(4, 8), (2, 2), (64, 16_384)]))
-@settings(max_examples=60, deadline=None)
-def test_tree_finds_what_a_linear_scan_finds(size, seed, shape):
-    rng = np.random.default_rng(seed)
-    small = type("Small", (SumTree,), dict(zip(("WIDTH", "TOP"), shape)))
-    tree, weights = small(np.zeros(size)), np.zeros(size)
-    for _ in range(3):
-        slots = rng.integers(0, size, 5)
-        values = rng.integers(0, 4, 5).astype(float)  # integers: sums are exact, so boundaries are hit exactly
-        for slot, value in zip(slots, values):
-            tree.set(np.array([slot]), value)
-            weights[slot] = value
-    assert tree.total == weights.sum()
-    if weights.sum() == 0:
-        return
-    targets = np.arange(0, weights.sum(), 0.5)
-    expected = [next(i for i, c in enumerate(np.cumsum(weights)) if c > target) for target in targets]
-    assert tree.find(targets).tolist() == expected
-
-
-def test_tree_never_leaves_its_range_nor_picks_a_zero():
-    # pytorch/rl#2230: 100 leaves of 500, 1e6 draws
-    tree = SumTree(np.full(100, 500.0))
-    assert tree.find(np.random.default_rng(0).random(1_000_000) * tree.total).max() < 100
-    small = type("Small", (SumTree,), {"WIDTH": 4, "TOP": 8})
-    weights = np.random.default_rng(1).random(1000) * (np.arange(1000) % 3 == 0)
-    tree = small(weights)
-    beyond = np.array([tree.total, np.nextafter(tree.total, math.inf), 2 * tree.total])
-    found = tree.find(np.concatenate([np.linspace(0, tree.total, 100_001), beyond]))
-    assert (tree.leaves[found] > 0).all() and found.max() == 999
-    wide = type("Wide", (SumTree,), {"WIDTH": 32, "TOP": 64})
-    for seed in range(20):  # rounding at the ends of blocks: the next leaf, which starts a block, is 0
-        tree = wide(np.random.default_rng(seed).random(2000) * (np.arange(2000) % 32 > 0))
-        ends = np.cumsum(tree.levels[-1])
-        found = tree.find(np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, math.inf)]))
-        assert (tree.leaves[found] > 0).all()
+# ------------------------------------------------------------------------------------------- what others got wrong
 
 
 def test_the_newest_item_is_drawn_as_often_as_the_others():
@@ -340,7 +316,7 @@ class BufferAgainstOracle(RuleBasedStateMachine):
     def agrees(self):
         if not hasattr(self, "buffer"):
             return
-        self.buffer.check_valid()
+        check_valid(self.buffer)
         counts = self.buffer.counts
         assert (counts["added"], counts["drawn"], len(self.buffer)) == (self.added, self.drawn, len(self.entries))
         alive = sorted(i for i, (_, b) in self.entries.items() if self.step - b <= self.max_age)
@@ -352,7 +328,8 @@ class BufferAgainstOracle(RuleBasedStateMachine):
         assert ids.tolist() == alive
         log_base, birthdays = [log(self.entries[i][0]) for i in alive], [self.entries[i][1] for i in alive]
         expected = oracle_probabilities(log_base, birthdays, self.step, self.buffer.alpha, self.buffer.tau)
-        np.testing.assert_allclose(p, expected, atol=1e-9)
+        digits = 1e-15 * (self.step - min(birthdays)) / self.buffer.tau  # an age of a billion tau has no more
+        np.testing.assert_allclose(p, expected, atol=1e-9 + digits)
 
 
 def log(base):
@@ -388,11 +365,11 @@ def test_weights_survive_a_billion_steps_without_a_rebuild_by_the_user():
         buffer.add([make(step)] * 20, step, base=np.arange(1.0, 21.0))
         buffer.add([make(step)] * 20, step + 3, [step + 3] * 20, np.arange(1.0, 21.0))
         ids, p = buffer.probabilities(step + 5)
-        newest = buffer.birthday[buffer._slots(ids)] == step + 3
+        newest = buffer.birthday[buffer.slots(ids)] == step + 3
         expected = 1 / (1 + math.exp(-0.6 * 3 / 10))
         np.testing.assert_allclose(p[newest].sum(), expected, rtol=1e-9)
         buffer.sample(10, step + 5)
-        buffer.check_valid()
+        check_valid(buffer)
 
 
 def test_per_and_uniform_are_special_cases():
@@ -489,7 +466,7 @@ def test_an_extreme_decay_takes_cohort_after_cohort(n):
         sample = buffer.sample(n, 10**9 + 1)
         assert set(sample.ids.tolist()) == set(range(12 - n, 12))
         np.testing.assert_allclose(sample.inclusion, 1.0)
-        buffer.check_valid()
+        check_valid(buffer)
     sample = filled([1.0] * 12, np.repeat([0, 10, 10**9, 10**9 + 1], 3), alpha=0.6, tau=1e-3).sample(4, 10**9 + 1)
     assert np.sort(sample.inclusion) == pytest.approx([1 / 3, 1, 1, 1])
 
@@ -500,23 +477,6 @@ def test_batches_come_in_random_order(sampler, n):
     buffer = filled(np.ones(64), tau=math.inf, sampler=sampler)
     first = [buffer.sample(n, 0).ids[0] for _ in range(200)]
     assert len(set(first)) > (12 if sampler == "newest" and n == 16 else 40)  # 61 of 64, or 16 of 16, expected
-
-
-def test_many_levels_draw_like_one(monkeypatch):
-    rng = np.random.default_rng(0)
-    base, birthdays = rng.random(500), rng.integers(0, 300, 500)
-    flat = filled(base, birthdays, alpha=0.6, tau=100.0, seed=3)
-    monkeypatch.setattr(SumTree, "WIDTH", 4)
-    monkeypatch.setattr(SumTree, "TOP", 8)
-    deep = filled(base, birthdays, alpha=0.6, tau=100.0, seed=3)
-    assert len(deep.tree.levels) > 3 and len(flat.tree.levels) == 1
-    for step in range(300, 320):
-        one, two = flat.sample(100, step), deep.sample(100, step)
-        assert np.array_equal(one.ids, two.ids)
-        np.testing.assert_allclose(one.weights, two.weights, rtol=1e-6)
-        flat.update_priorities(one.ids, base[:100])
-        deep.update_priorities(two.ids, base[:100])
-        deep.check_valid()
 
 
 # ------------------------------------------------------------------------------------------- importance weights
@@ -702,7 +662,7 @@ def test_positive_bias_is_its_rule(history, capacity, fraction, needs_advantage)
         fresh, older = past[: capacity - positive], past[capacity - positive :]
         correct = [i for i in older if history[i] == "g" or (history[i] == "z" and not needs_advantage)]
         assert sorted(buffer.id[buffer.id >= 0].tolist()) == sorted(fresh + correct[:positive])
-        buffer.check_valid()
+        check_valid(buffer)
 
 
 def test_positive_bias_draws_uniformly_and_needs_to_know_success():
@@ -753,7 +713,7 @@ def test_fresh_fraction_takes_the_newest_first(sampler):
         np.testing.assert_allclose(sample.inclusion[np.isin(sample.ids, [8, 9])], 1)
         if sampler in ("prioritized", "uniform"):
             np.testing.assert_allclose(sample.inclusion[~np.isin(sample.ids, [8, 9])], 2 / 8)
-    buffer.check_valid()
+    check_valid(buffer)
 
 
 def test_fresh_entries_need_no_priority():
@@ -772,7 +732,7 @@ def test_max_age_drops_and_counts():
         stats["dropped_by_age_total"] == 2 and stats["dropped_by_age_tokens_mean"] == 5 and stats["evicted_total"] == 0
     )
     assert buffer.add([make(0)], 5).tolist() == [3] and len(buffer) == 1  # born too old: gone at once
-    buffer.check_valid()
+    check_valid(buffer)
     assert not buffer.ready(1, 100)
     with pytest.raises(ValueError, match="empty"):
         buffer.sample(1, 100)
@@ -799,8 +759,8 @@ def test_groups_are_stored_drawn_and_evicted_whole():
     for name in ("weights", "ages", "probabilities", "inclusion", "steps_since_last_use"):
         assert (np.diff(getattr(sample, name).reshape(2, 2), axis=1) == 0).all()
     buffer.update_priorities(sample.ids, [1.0, 3.0, 5.0, 5.0])  # one value an episode: the group gets the mean
-    assert math.exp(buffer.log_base[buffer._slots(sample.ids[:1])[0]]) == pytest.approx(2.0)
-    buffer.check_valid()
+    assert math.exp(buffer.log_base[buffer.slots(sample.ids[:1])[0]]) == pytest.approx(2.0)
+    check_valid(buffer)
 
 
 def test_a_group_is_as_old_as_its_oldest_member():
@@ -851,7 +811,7 @@ def test_replay_ratio_of_a_fifo(capacity, added, drawn, ratio, age, oldest):
     spread = 5 * math.sqrt(unused * (1 - unused) / stats["evicted_total"])
     assert stats["evicted_unused_fraction"] == pytest.approx(unused, abs=spread + 0.01)
     assert stats["uses_of_retired_mean"] == pytest.approx(ratio, abs=0.05)
-    buffer.check_valid()
+    check_valid(buffer)
 
 
 def test_stats_by_hand_and_undefined_values():
@@ -931,9 +891,9 @@ BAD = {
     "add birthdays": (lambda b: b.add([make()], 9, birthdays=[1, 2]), r"birthdays has shape \(2,\), not \(1,\)"),
     "add float birthdays": (lambda b: b.add([make()], 9, birthdays=[1.0]), "birthdays has dtype float64"),
     "add from the future": (lambda b: b.add([make()], 9, birthdays=[10]), "birthday 10 is later than step=9"),
-    "tau zero": (lambda b: b.set_tau(0), "tau is 0"),
-    "tau auto": (lambda b: b.set_tau("auto"), "tau='auto' is not a number"),
-    "tau NaN": (lambda b: b.set_tau(math.nan), "tau is nan"),
+    "tau zero": (lambda b: b.set_tau(0), "tau=0 must be a positive number"),
+    "tau auto": (lambda b: b.set_tau("auto"), "tau='auto' must be a positive number"),
+    "tau NaN": (lambda b: b.set_tau(math.nan), "tau=nan must be"),
 }
 
 
@@ -945,7 +905,7 @@ def test_bad_input_names_itself_and_changes_nothing(case):
     with pytest.raises(ValueError, match=message):
         call(buffer)
     assert same(before, buffer.state_dict())
-    buffer.check_valid()
+    check_valid(buffer)
 
 
 def test_empty_and_massless_buffers_refuse_to_draw():
@@ -998,8 +958,8 @@ def test_adding_nothing_is_nothing():
         ({"insert_priority": "mx"}, "did you mean max"),
         ({"alpha": -1}, "alpha=-1 must be finite and at least 0"),
         ({"alpha": math.nan}, "alpha=nan"),
-        ({"beta": 1.5}, "beta is 1.5; it must lie between 0 and 1"),
-        ({"tau": -3}, "tau is -3"),
+        ({"beta": 1.5}, "beta=1.5 must lie between 0 and 1"),
+        ({"tau": -3}, "tau=-3 must be"),
         ({"capacity": 0}, "capacity=0 must be finite and at least 1"),
         ({"positive_fraction": 0.5}, "positive_fraction=0.5 needs sampler='positive_bias'"),
         ({"sampler": "positive_bias", "eviction": "lowest_priority"}, "positive_bias.*eviction='lowest_priority'"),

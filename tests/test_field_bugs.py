@@ -356,7 +356,7 @@ def test_a_new_entry_has_the_largest_priority_raised_to_alpha_once():
     first = buffer.add([row], 0, base=[4.0])
     buffer.sample(1, 0)  # the real base is in force after a draw
     second = buffer.add([row], 0, base=[1.0])
-    assert np.exp(buffer.log_base[buffer._slots(second)]) == pytest.approx([4.0])
+    assert np.exp(buffer.log_base[buffer.slots(second)]) == pytest.approx([4.0])
     _, p = buffer.probabilities(0)
     assert p == pytest.approx([0.5, 0.5])  # the leaves are 4^0.5 = 2 both
     buffer.update_priorities(second, [1.0])

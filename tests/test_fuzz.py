@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from test_buffer import check_valid
 from test_chat import CHATML, chat_of
 from test_field_bugs import PLAY, Scripted, Talk, episode, nano  # noqa: F401  (nano is a fixture)
 
@@ -370,7 +371,7 @@ def a_buffer_that_is_ready_draws(options, seed, start):
         rows = [episode([1, 0], [0, 1], advantage=float(rng.choice([0.0, 1e-30, 1.0, 1e30])), group=int(rng.integers(3)),
                         rewards=[float(rng.choice([0, 1, 1e20]))]) for _ in range(rng.integers(0, 4))]
         buffer.add(rows, step, birthdays=[step - int(rng.integers(3))] * len(rows))
-        buffer.check_valid()
+        check_valid(buffer)
         n = int(rng.integers(1, 6))
         if not buffer.ready(n, step):
             with pytest.raises(ValueError, match="cannot sample"):

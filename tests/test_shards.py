@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 import pytest
-from test_buffer import filled, make, same
+from test_buffer import check_valid, filled, make, same
 
 from buffer import ReplayBuffer
 from runtime import shards
@@ -40,7 +40,7 @@ def test_saved_and_loaded_buffers_continue_alike(arguments, tmp_path):
     save_buffer(one, tmp_path / "here")  # again, over the first
     assert len(list((tmp_path / "here").iterdir())) == 2
     two = load_buffer(tmp_path / "here")
-    two.check_valid()
+    check_valid(two)
     with pytest.raises(ValueError, match="earlier than a birthday, 11"):
         two.sample(3, 10)
     assert same(one.state_dict(), two.state_dict()) and two.tau == 5.0
@@ -88,12 +88,12 @@ def test_resharding_keeps_every_entry(before, after):
     for rank in range(after):
         part = ReplayBuffer(40 * before, tau=3.0, seed=rank)
         take_share(part, saved, rank, after)
-        part.check_valid()
+        check_valid(part)
         parts.append(part)
 
     def facts(buffers):
         return sorted((buffer.members[slot][0].group_id, float(buffer.log_base[slot]), int(buffer.birthday[slot]),
-                       int(buffer.uses[slot]), int(buffer.last_use[slot])) for buffer in buffers for slot in buffer._live())
+                       int(buffer.uses[slot]), int(buffer.last_use[slot])) for buffer in buffers for slot in buffer.live())
 
     assert facts(parts) == facts(saved)
     groups = [{members[0].group_id for members in part.members if members} for part in parts]
@@ -106,7 +106,7 @@ def test_resharding_keeps_every_entry(before, after):
     for part in parts:
         part.sample(2, 3)
         part.add([make(group=999)], step=3)
-        part.check_valid()
+        check_valid(part)
 
 
 def test_a_full_buffer_is_resharded_within_capacity():
@@ -115,7 +115,7 @@ def test_a_full_buffer_is_resharded_within_capacity():
     parts = [ReplayBuffer(4 if rank else 6) for rank in (0, 1)]
     for rank, part in enumerate(parts):
         take_share(part, [full], rank, 2)
-        part.check_valid()
+        check_valid(part)
     assert [len(part) for part in parts] == [5, 4] and parts[1].counts["evicted"] == 1
     with pytest.raises(ValueError, match="alpha"):
         take_share(ReplayBuffer(4, alpha=0.9), [full], 0, 1)
