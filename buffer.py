@@ -41,7 +41,7 @@ def uniform(episodes, eps):
 
 
 def td_error(episodes, eps):
-    raise ValueError("priority='td_error' needs add(..., base=mean |TD error| an episode)")
+    raise ValueError("priority='td_error' needs add(..., base=mean |TD error|)")
 
 
 PRIORITIES = {"reward": reward, "advantage": advantage, "td_error": td_error, "group_std": group_std, "uniform": uniform}
@@ -122,7 +122,7 @@ class ReplaySample:
 
 
 class ReplayBuffer(Entries):
-    """Past episodes, drawn by priority and age; the functions above are what its arguments of that name may be.
+    """Past episodes, drawn by priority and age. What its rules may be is above.
 
     capacity        of entries; an entry is an episode or a whole prompt group (`unit`)
     sampler         positive_bias (arXiv 2604.08706): the last (1-delta)·N entries and the last delta·N correct ones before
@@ -244,7 +244,7 @@ class ReplayBuffer(Entries):
         log_mass = self.alpha * (self.log_base + (log_age - log_age.max()))  # the youngest keep the digits of their base
         return np.exp(log_mass - max(log_mass.max(), -1e300))  # all priorities may be 0
 
-    def probabilities(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def probabilities(self, step: int) -> tuple:
         """(ids, P), ids ascending: the distribution of a single draw."""
         expired = self.expired(step, self.max_age)
         slots = self.live(without=expired)
@@ -304,7 +304,7 @@ class ReplayBuffer(Entries):
             log_age = self._log_age(step)
             mass = self._mass(log_age)
             slots, inclusion = self._draw_by_mass(n - len(fresh), fresh, log_age, mass)
-            probabilities = mass[slots] / (mass.sum() or 1.0)  # no mass at all: all are fresh
+            probabilities = mass[slots] / (mass.sum() or 1.0)  # no mass: all are fresh
             log_pi = np.log(inclusion) - (0.0 if self.is_includes_age else self.alpha * log_age[slots])
             weights = np.exp(self.beta * (lowest(log_pi.min()) - log_pi)).astype(np.float32)
         else:
@@ -328,13 +328,14 @@ class ReplayBuffer(Entries):
                 mass = self._mass(log_age, without=out)
             cumulative = np.cumsum(mass)
             total = cumulative[-1]
-            targets = np.minimum(DRAWS[self.draw](n, total, self.rng), np.nextafter(total, 0))  # rounding leads past no end
+            targets = np.minimum(DRAWS[self.draw](n, total, self.rng), np.nextafter(total, 0))  # not past the end
             slots = np.searchsorted(cumulative, targets, side="right")[self.rng.permutation(n)]
             expected = mass[slots] * (n / total)
-            certain = np.unique(slots[expected >= 1 - 1e-9])
-            if self.draw != "systematic" or not len(certain):
+            certain = expected >= 1 - 1e-9
+            if self.draw != "systematic" or not certain.any():
                 parts.append((slots, expected))
                 break
+            certain = np.unique(slots[certain])
             parts.append((certain, np.ones(len(certain))))
             out = np.concatenate([out, certain])
             n -= len(certain)
@@ -359,7 +360,7 @@ class ReplayBuffer(Entries):
 
     # ---- stats, state
 
-    def stats(self, step: int) -> dict[str, float | int | None]:
+    def stats(self, step: int) -> dict:
         """Plain numbers, None where undefined; ages in the unit of `step`, entropy in nats (uniform: log size)."""
         stats = super().stats(step) | {
             "fill": len(self) / self.capacity, "tau": self.tau if self.tau < math.inf else None, "beta": self.beta,

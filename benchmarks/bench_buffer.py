@@ -36,7 +36,7 @@ def make_episode(length: int, step: int = 0) -> Episode:
 
 
 class Ours:
-    """FreshReplay: folded decay."""
+    """FreshReplay: weights computed at the draw"""
 
     def __init__(self, n: int, base: np.ndarray):
         self.episode, self.step = make_episode(4), n // BATCH

@@ -64,6 +64,8 @@ class Entries:
 
     def retire(self, slots: np.ndarray, reason: str) -> None:
         """Entries leave: "evicted" or "dropped_by_age"."""
+        if not len(slots):
+            return
         self.counts[reason] += len(slots)
         self.counts["retired_uses"] += int(self.uses[slots].sum())
         if reason == "evicted":
@@ -83,8 +85,8 @@ class Entries:
 
     def slots(self, ids: np.ndarray) -> np.ndarray:
         """-1 for entries that have left; ids that were never given out are an error."""
-        given = not len(ids) or ids.dtype.kind in "iu" and 0 <= ids.min() and ids.max() < self.next_id
-        require(given, f"ids {ids} must be integers that `add` gave out: 0..{self.next_id - 1}")
+        if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= self.next_id):
+            raise ValueError(f"ids {ids} must be integers that `add` gave out: 0..{self.next_id - 1}")
         return np.array([self.slot_of.get(id, -1) for id in ids.tolist()], np.int64)
 
     def live(self, without: np.ndarray = NONE) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from buffer import ReplayBuffer
+from buffer import AGE_LAWS, ReplayBuffer
 from drift import DriftEstimator, sequence_kl, token_kl
 from episode import Episode, pack_episodes, unpack_episodes
 from runtime.metrics import use_stats
@@ -44,7 +44,7 @@ def check_valid(buffer):
     assert len(buffer) <= buffer.capacity, f"{len(buffer)} entries, capacity {buffer.capacity}"
     assert all(bool(members) == (id >= 0) for members, id in zip(buffer.members, buffer.id)), "a slot without episodes"
     free = np.setdiff1d(np.arange(len(buffer.id)), slots)
-    assert all((getattr(buffer, name)[free] == empty).all() for name, empty in buffer.columns.items()), "a free slot is not empty"
+    assert all((getattr(buffer, name)[free] == empty).all() for name, empty in buffer.columns.items()), "not empty"
     assert counts["drawn"] == buffer.uses[slots].sum() + counts["retired_uses"], "uses do not add up"
     assert counts["added"] == len(buffer) + counts["evicted"] + counts["dropped_by_age"], "entries do not add up"
 
@@ -402,6 +402,107 @@ def test_the_birthday_is_the_first_token_not_the_step_of_add():
     assert buffer.sample(1, 10).ages.tolist() == [7]
     with pytest.raises(ValueError, match="birthday 3 is later than step=2"):
         buffer.add([make(3)], 2)
+
+
+# ----------------------------------------------------------------------------------------------------- age laws
+
+
+LAWS = {
+    "exponential": lambda age, tau: math.exp(-age / tau),
+    "power": lambda age, tau: 1 / (1 + age / tau),
+    "none": lambda age, tau: 1.0,
+}
+
+
+def aged_by_hand(base, birthdays, step, law, alpha, tau):
+    return np.array([(p * LAWS[law](step - b, tau)) ** alpha for p, b in zip(base, birthdays)])
+
+
+@pytest.mark.parametrize(
+    "law, mass", [("exponential", [3 * math.exp(-2), 2 * math.exp(-1), 1]), ("power", [1, 1, 1]), ("none", [3, 2, 1])]
+)
+def test_age_laws_by_hand(law, mass):
+    """Ages 20, 10 and 0 at tau = 10: f is e^-2, e^-1, 1 | 1/3, 1/2, 1 | 1, 1, 1; bases 3, 2, 1."""
+    buffer = filled([3.0, 2.0, 1.0], [0, 10, 20], tau=10.0, age_law=law, beta=1.0, seed=3)
+    np.testing.assert_allclose(buffer.probabilities(20)[1], np.array(mass) / sum(mass), rtol=1e-12)
+    whole = filled([3.0, 2.0, 1.0], [0, 10, 20], tau=10.0, age_law=law, beta=1.0, is_includes_age=True, draw="iid", seed=3)
+    kept = filled([3.0, 2.0, 1.0], [0, 10, 20], tau=10.0, age_law=law, beta=1.0, draw="iid", seed=3)
+    sample, other = whole.sample(64, 20), kept.sample(64, 20)
+    assert set(sample.ids.tolist()) == {0, 1, 2} and np.array_equal(sample.ids, other.ids)
+    undone = 1 / np.array(mass)[sample.ids]  # base and age
+    np.testing.assert_allclose(sample.weights, undone / undone.max(), rtol=1e-5)
+    undone = 1 / np.array([3.0, 2.0, 1.0])[sample.ids]  # the base alone
+    np.testing.assert_allclose(other.weights, undone / undone.max(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("law, gone", [("exponential", 0), ("power", 1), ("none", 2)])
+def test_lowest_priority_follows_the_age_law(law, gone):
+    """Ages 90, 10, 0 at tau = 10, bases 11, 1.8, 1.1: 0.0014, 0.66, 1.1 | 1.1, 0.9, 1.1 | 11, 1.8, 1.1; the new one has 1.5."""
+    buffer = filled([11.0, 1.8, 1.1], [0, 80, 90], step=90, tau=10.0, age_law=law, eviction="lowest_priority")
+    buffer.add([make()], 90, [90], [1.5])
+    assert sorted(buffer.probabilities(90)[0].tolist()) == [id for id in range(4) if id != gone]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@given(st.integers(0, 10**6), st.sampled_from([0.3, 1.0, 2.0]), st.sampled_from([0.5, 20.0, math.inf]), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_draws_probabilities_weights_and_eviction_have_one_age_law(law, seed, alpha, tau, includes_age):
+    rng, step, n = np.random.default_rng(seed), 1000, 4
+    base, birthdays = rng.random(14) + 0.05, rng.integers(980, step + 1, 14)
+    how = {"alpha": alpha, "tau": tau, "beta": 0.7, "age_law": law, "is_includes_age": includes_age}
+    buffer = ReplayBuffer(12, eviction="lowest_priority", **how)
+    buffer.add([make()] * 14, step, birthdays, base)
+    kept = np.sort(np.argsort(aged_by_hand(base, birthdays, step, law, 1.0, tau), kind="stable")[2:])
+    ids, p = buffer.probabilities(step)
+    assert ids.tolist() == kept.tolist()
+    mass = aged_by_hand(base[kept], birthdays[kept], step, law, alpha, tau)
+    np.testing.assert_allclose(p, mass / mass.sum(), rtol=1e-9)
+    sample = buffer.sample(n, step)
+    place = np.searchsorted(kept, sample.ids)
+    np.testing.assert_allclose(sample.probabilities, p[place], rtol=1e-9)
+    np.testing.assert_allclose(sample.inclusion, inclusion_probabilities(mass, n)[place], rtol=1e-6)
+    age_factor = 1.0 if includes_age else aged_by_hand(np.ones(12), birthdays[kept], step, law, alpha, tau)[place]
+    weights = (sample.inclusion / age_factor) ** -0.7
+    np.testing.assert_allclose(sample.weights, weights / weights.max(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_without_decay_all_age_laws_are_per(law):
+    buffer = filled([1.0, 2.0, 4.0], [0, 10, 100], tau=math.inf, age_law=law)
+    np.testing.assert_allclose(buffer.probabilities(10**6)[1], np.array([1, 2, 4]) / 7, rtol=1e-14)
+
+
+def test_half_lives():
+    """Where the weight of a draw really is one half."""
+    for law, age in (("exponential", 100), ("power", 100)):
+        tau = 0.5 * 100 / math.log(2) if law == "exponential" else 100 / 3  # alpha 0.5: (1 + 100/tau)^-0.5 = 0.5
+        buffer = filled([1.0, 1.0], [0, age], alpha=0.5, tau=tau, age_law=law)
+        np.testing.assert_allclose(buffer.probabilities(age)[1], [1 / 3, 2 / 3], rtol=1e-12)
+        assert buffer.stats(age)["sampling_half_life"] == pytest.approx(age)
+    for arguments in ({"age_law": "none"}, {"alpha": 0.0}, {"tau": math.inf}, {"age_law": "power", "tau": math.inf}):
+        assert filled([1.0], **arguments).stats(0)["sampling_half_life"] is None
+
+
+def test_an_age_law_sees_every_column(monkeypatch):
+    """An ablation: what was drawn often ages faster."""
+    monkeypatch.setitem(AGE_LAWS, "none", lambda entries, step, tau: -entries["uses"] * entries["age"] / tau)
+    buffer = filled([1.0, 1.0], [0, 0], tau=10.0, age_law="none", seed=1)
+    drawn = buffer.sample(1, 10).ids[0]
+    np.testing.assert_allclose(buffer.probabilities(10)[1][drawn], math.exp(-1) / (1 + math.exp(-1)))
+
+
+def test_a_state_without_an_age_law_goes_on_under_the_exponential_one():
+    """Checkpoints of before: their settings name no law, and they have numbers of the sum tree that was there."""
+    buffer = filled([1.0, 2.0, 3.0], [0, 5, 9], tau=4.0, seed=6)
+    buffer.sample(1, 9)
+    state = buffer.state_dict() | {"base_birthday": 9, "shift": 0.25, "positive": 3}
+    del state["config"]["age_law"]
+    loaded = ReplayBuffer(3, alpha=1.0, tau=4.0)
+    loaded.load_state_dict(state)
+    assert same(loaded.state_dict() | {"config": None}, buffer.state_dict() | {"config": None})
+    assert loaded.sample(2, 12).ids.tolist() == buffer.sample(2, 12).ids.tolist()
+    with pytest.raises(ValueError, match="age_law='exponential', this one age_law='power'"):
+        ReplayBuffer(3, alpha=1.0, tau=4.0, age_law="power").load_state_dict(state)
 
 
 # --------------------------------------------------------------------------------------------------------- draws
@@ -956,6 +1057,7 @@ def test_adding_nothing_is_nothing():
         ({"eviction": "lru"}, "eviction='lru' is not one of fifo, lowest_priority"),
         ({"unit": "groups"}, "did you mean group"),
         ({"insert_priority": "mx"}, "did you mean max"),
+        ({"age_law": "exponetial"}, "did you mean exponential"),
         ({"alpha": -1}, "alpha=-1 must be finite and at least 0"),
         ({"alpha": math.nan}, "alpha=nan"),
         ({"beta": 1.5}, "beta=1.5 must lie between 0 and 1"),
