@@ -12,7 +12,16 @@ from itertools import chain
 import numpy as np
 
 from episode import Episode, one_of, require
-from runtime.entries import NONE, Entries, checked_birthdays, checked_priorities, log, require_same, rows_by_group
+from runtime.entries import (
+    NONE,
+    Entries,
+    checked_birthdays,
+    checked_priorities,
+    log,
+    means_of_repeats,
+    require_same,
+    rows_by_group,
+)
 
 # Beside what `Entries` has: what a free slot holds. log_base is in force; real_log_base differs until a "max" is drawn.
 COLUMNS = {"log_base": -math.inf, "real_log_base": -math.inf, "correct": False}
@@ -222,9 +231,9 @@ class ReplayBuffer(Entries):
         slots = self.slots(ids)
         slots, base = slots[slots >= 0], base[slots >= 0]
         self.counts["stale_updates"] += len(ids) - len(slots)
-        slots, inverse, repeats = np.unique(slots, return_inverse=True, return_counts=True)
-        self.log_base[slots] = self.real_log_base[slots] = log(np.bincount(inverse, base) / repeats)
-        return len(base)
+        distinct, means = means_of_repeats(slots, base)
+        self.log_base[distinct] = self.real_log_base[distinct] = log(means)
+        return len(slots)
 
     def set_tau(self, tau: float) -> None:
         require(not isinstance(tau, str) and tau > 0, f"tau={tau!r} must be a positive number (inf: no decay)")

@@ -191,6 +191,14 @@ def checked_priorities(base, n: int) -> np.ndarray:
     return base
 
 
+def means_of_repeats(slots: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each slot once, and the mean of its values."""
+    if len(set(slots.tolist())) == len(slots):
+        return slots, values
+    slots, inverse, repeats = np.unique(slots, return_inverse=True, return_counts=True)
+    return slots, np.bincount(inverse, values) / repeats
+
+
 def log(base) -> np.ndarray:
     with np.errstate(divide="ignore"):  # a priority of 0 is never drawn
         return np.log(base)
