@@ -11,6 +11,7 @@ from typing import Literal, Union
 import tyro
 
 import losses
+from buffer import AGE_LAWS, PRIORITIES
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
 from losses import objective_of
 from runtime.files import fail, flat
@@ -175,11 +176,11 @@ class Args:
     tau: Union[float, Literal["auto"]] = 30.0
     """Age, in optimiser steps, at which a priority has fallen to 1/e (the weight in the draw falls more slowly, with tau/alpha).
     auto: 1/c of the drift KL(behaviour || current) = k0 + c age of an episode, at least 1."""
-    age_law: Literal["exponential", "power", "none"] = "exponential"
+    age_law: Literal[tuple(AGE_LAWS)] = "exponential"
     """How a priority falls with age: exp(-age/tau), the paper's; 1 / (1 + age/tau); or not."""
     alpha: float = 0.6
     """Exponent of the priority."""
-    priority: Literal["advantage", "reward", "td_error", "group_std", "uniform"] = "advantage"
+    priority: Literal[tuple(PRIORITIES)] = "advantage"
     """Base priority; uniform: age alone decides."""
     insert_priority: Literal["base", "max"] = "base"
     """Priority of a new entry: its own, or the largest in the buffer until its first draw."""

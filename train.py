@@ -23,7 +23,7 @@ from judge import add_advantages, has_signal, is_sound, score, shuffle_rewards, 
 from losses import LOSSES
 from runtime import ranks
 from runtime.log import Clock, drift_record
-from runtime.metrics import outline
+from runtime.metrics import by_age, outline
 from runtime.report import note_no_replay, report, watch_step
 from runtime.setup import Run, command_line, end_early, finish, open_run, rng_of, save
 from runtime.watch import refuse_broken
@@ -176,7 +176,7 @@ def main(args: Args) -> dict:
             judge(run, batch)
             remember(run, batch)
             fresh = learn_from_fresh(run, batch)
-            held = run.buffer.by_age(now(run)) if args.replay_updates else None
+            held = by_age(run.buffer, now(run)) if args.replay_updates else None
             replayed, draws = learn_from_replayed(run)
             run.source.sync(run.step, stale=0 < batch.too_old == len(batch.played))
             run.clock.lap("replay")

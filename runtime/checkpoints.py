@@ -12,11 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from buffer import ReplayBuffer
 from models import load_policy
 from runtime import ranks
 from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, recover, remove, sync, temporary_of, whole_folder
 from runtime.log import LOGS
 from runtime.options import spelled
+from runtime.shards import load_buffer, save_buffer, take_share
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
 
@@ -67,6 +69,11 @@ class GlobalRandomness:
                    if f"cuda{number}" in state]
         if devices:
             torch.cuda.set_rng_state_all(devices)
+
+
+# What each process has of its own: how it is saved, loaded, and shared out among another number of processes.
+SHARDED = {ReplayBuffer: (save_buffer, load_buffer, take_share),
+           GlobalRandomness: (GlobalRandomness.save, GlobalRandomness.load, GlobalRandomness.take_share)}
 
 
 def surroundings(files: list[Path], **more) -> dict[str, str]:
@@ -134,8 +141,9 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
         ranks.barrier()  # now the folder is there
         for name, memory in memories.items():
-            if hasattr(memory, "save"):
-                memory.save(temporary / shard_name(name, ranks.rank()))
+            if type(memory) in SHARDED:
+                save, _, _ = SHARDED[type(memory)]
+                save(memory, temporary / shard_name(name, ranks.rank()))
         weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
         others = {f"{name}_optimizer": ranks.on_first({
             f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
@@ -159,7 +167,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
 def save_states(folder: Path, memories: dict, state: dict):
     """What the ranks have alike and is no tensor."""
     for name, memory in memories.items():
-        if not hasattr(memory, "save"):
+        if type(memory) not in SHARDED:
             values = memory.state_dict()
             arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
             np.savez(folder / f"{name}.npz", **arrays)
@@ -205,12 +213,13 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     for name, memory in memories.items():
         if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
             print(f"note: {folder} is older than the state of {name!r}, which begins anew")
-        elif hasattr(memory, "save"):
+        elif type(memory) in SHARDED:
+            _, load, take = SHARDED[type(memory)]
             shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
             if len(shards) == ranks.world():
-                memory.load_state_dict(type(memory).load(folder / shards[ranks.rank()]).state_dict())
+                memory.load_state_dict(load(folder / shards[ranks.rank()]).state_dict())
             else:
-                memory.take_share([type(memory).load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
+                take(memory, [load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
         else:
             with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
                 memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))

@@ -1,6 +1,4 @@
 """What remembers: the buffer and the problem sampler that the settings ask for."""
-import inspect
-
 from buffer import ReplayBuffer
 from losses import ADVANTAGES, objective_of, zero_advantage_is_silent
 from problems import ProblemSampler
@@ -29,13 +27,10 @@ def make_problem_sampler(args, problems: int) -> ProblemSampler:
 def make_buffer(args) -> ReplayBuffer:
     names = ("beta", "beta_end", "eps", "eviction", "unit", "draw", "max_age", "positive_fraction", "positive_advantage_only",
              "fresh_fraction")
-    aging = {"age_law": args.age_law} if "age_law" in inspect.signature(ReplayBuffer).parameters else {}
-    if not aging and args.age_law != "exponential":
-        raise ValueError(f"--age-law {args.age_law}: this buffer knows exponential alone")
     return ReplayBuffer(
         ranks.share_size(args.capacity), sampler="prioritized" if args.replay in PRIORITIZED else args.replay,
-        priority=args.priority, alpha=args.alpha, tau=FIRST_TAU if args.tau == "auto" else args.tau,
+        priority=args.priority, alpha=args.alpha, age_law=args.age_law, tau=FIRST_TAU if args.tau == "auto" else args.tau,
         beta_steps=args.replay_options["beta_steps"] or max(1, args.iterations * args.replay_updates),
         insert_priority="max" if "insert_max" in args.released else args.insert_priority,
         is_includes_age="is_includes_age" in args.released, min_size=ranks.share_size(args.replay_options["min_size"]),
-        seed=ranks.seed(args.seed), **aging, **{name: args.replay_options[name] for name in names})
+        seed=ranks.seed(args.seed), **{name: args.replay_options[name] for name in names})

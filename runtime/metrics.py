@@ -4,7 +4,6 @@ import math
 import numpy as np
 import torch
 
-from buffer import use_stats
 from episode import PLAYED
 from judge import has_signal
 from runtime import ranks
@@ -136,12 +135,54 @@ def replay_metrics(samples, args) -> dict:
             "weight_min": ranks.lowest(min(sample.weights.min() for sample in samples))}
 
 
+def by_age(buffer, step: int, bins: int = 128) -> dict[str, list]:
+    """The live entries by rising age (grouped into `bins` when there are more ages): how many, their mean base priority,
+    their share of the draw's mass; `uses`: how many were used 0, 1, ... 7, and 8 or more times."""
+    if not buffer.ready(1, step):
+        return {"age": [], "count": [], "mass": [], "priority": [], "uses": [0] * 9}
+    slots = buffer.live(without=buffer.expired(step, buffer.max_age))
+    slots = slots[np.argsort(buffer.id[slots])]
+    no_mass = buffer.sampler == "prioritized" and buffer.alpha > 0 and not np.isfinite(buffer.log_base[slots]).any()
+    p = np.zeros(len(slots)) if no_mass else buffer.probabilities(step)[1]  # without mass only fresh_fraction draws
+    ages = step - buffer.birthday[slots]
+    if len(np.unique(ages)) > bins:
+        width = -(-(int(ages.max()) + 1) // bins)
+        ages = ages // width * width
+    age, place = np.unique(ages, return_inverse=True)
+    count = np.bincount(place)
+    return {"age": age.tolist(), "count": count.tolist(), "mass": np.bincount(place, p).tolist(),
+            "priority": (np.bincount(place, np.exp(buffer.log_base[slots])) / count).tolist(),
+            "uses": np.bincount(np.minimum(buffer.uses[slots], 8), minlength=9).tolist()}
+
+
+def use_stats(counts: dict[str, int]) -> dict[str, float | int | None]:
+    """What the counts of a buffer, or the sums over its shards, say of the use of its entries."""
+    return {
+        "added_total": counts["added"],
+        "drawn_total": counts["drawn"],
+        "replay_ratio": _ratio(counts["drawn"], counts["added"]),
+        "new_fraction": _ratio(counts["first_uses"], counts["drawn"]),
+        "steps_since_last_use_mean": _ratio(counts["reuse_gap"], counts["drawn"] - counts["first_uses"]),
+        "evicted_total": counts["evicted"],
+        "evicted_unused_total": counts["evicted_unused"],
+        "evicted_unused_fraction": _ratio(counts["evicted_unused"], counts["evicted"]),
+        "uses_of_retired_mean": _ratio(counts["retired_uses"], counts["evicted"] + counts["dropped_by_age"]),
+        "dropped_by_age_total": counts["dropped_by_age"],
+        "dropped_by_age_tokens_mean": _ratio(counts["dropped_by_age_tokens"], counts["dropped_by_age"]),
+        "stale_updates_total": counts["stale_updates"],
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
 def buffer_stats(args, buffer, now: int) -> dict:
     """`buffer.stats` over the shards of all ranks: sums of counts, extremes of extremes, means of the rest weighted by entries
     (for quantiles and the entropy that is the mean over the shards)."""
-    shards = ranks.gathered(buffer.stats(now))
+    shards, uses = ranks.gathered(buffer.stats(now)), use_stats(ranks.total(buffer.counts))
     if len(shards) == 1:
-        return shards[0]
+        return shards[0] | uses
     result = dict.fromkeys(shards[0])
     for name in result:
         rows = [shard for shard in shards if shard[name] is not None and shard["size"]]
@@ -151,7 +192,7 @@ def buffer_stats(args, buffer, now: int) -> dict:
         elif rows:
             extreme = max if name.endswith("_max") else min if name.endswith("_min") else None
             result[name] = extreme(values) if extreme else float(np.average(values, weights=[shard["size"] for shard in rows]))
-    return result | use_stats(ranks.total(buffer.counts)) | {"fill": result["size"] / args.capacity}
+    return result | uses | {"fill": result["size"] / args.capacity}
 
 
 def drift_metrics(args, buffer, fit) -> dict:

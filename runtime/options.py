@@ -7,6 +7,7 @@ from typing import NamedTuple
 import yaml
 
 import losses
+from buffer import DRAWS, EVICTIONS
 from runtime.files import fail, read_yaml
 
 
@@ -68,10 +69,10 @@ OPTIONS = {
         "beta_end": Option(1.0, float, "and after beta_steps draws", "between 0 and 1"),
         "beta_steps": Option(None, int, "draws over which it rises. None: the planned number of replay updates", "above 0"),
         "eps": Option(0.01, float, "added to base priorities", "at least 0"),
-        "eviction": Option("fifo", ("fifo", "lowest_priority"), "which entry leaves a full buffer: the one that came in first, or that "
+        "eviction": Option("fifo", tuple(EVICTIONS), "which entry leaves a full buffer: the one that came in first, or that "
                            "of the lowest decayed priority"),
         "unit": Option("episode", ("episode", "group"), "what an entry is: an episode or all episodes of a problem's group"),
-        "draw": Option("systematic", ("systematic", "stratified", "iid"), "how a batch is drawn; only systematic never repeats an entry"),
+        "draw": Option("systematic", tuple(DRAWS), "how a batch is drawn; only systematic never repeats an entry"),
         "max_age": Option(None, int, "older entries are dropped", "at least 0"),
         "min_size": Option(0, int, "entries the buffer must hold before replay starts", "at least 0"),
         "fresh_fraction": Option(0.0, float, "share of a replay batch taken from the newest entries", "between 0 and 1"),

@@ -5,7 +5,6 @@ The one file of runtime/ that may import everything. `Run` is all that a run's p
 import contextlib
 import functools
 import hashlib
-import inspect
 import json
 import math
 import shutil
@@ -42,7 +41,7 @@ from runtime.checkpoints import (
     surroundings,
     warn_of_changes,
 )
-from runtime.files import claim, fail, flat, give_back, taken, told_plainly
+from runtime.files import claim, fail, flat, give_back, taken, task_files, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
 from runtime.memories import make_buffer, make_problem_sampler, stores_everything
@@ -209,7 +208,8 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
         run.buffer = make_buffer(args)
     if args.tau == "auto" and run.buffer is not None:
         run.drift = DriftEstimator()
-        run.recent = ReplayBuffer(ranks.share_size(16 * args.replay_options["probe_episodes"]), sampler="uniform", seed=ranks.seed(args.seed + 1))
+        size = 16 * args.replay_options["probe_episodes"]
+        run.recent = ReplayBuffer(ranks.share_size(size), sampler="uniform", seed=ranks.seed(args.seed + 1))
     note_surroundings(run)
     return run, resumed(run, checkpoint) if checkpoint else {}
 
@@ -285,10 +285,8 @@ def code_files(env) -> list[Path]:
     """The files that decide what is learned, the task's own among them."""
     top = Path(__file__).resolve().parent.parent
     names = ("train", "settings", "judge", "update", "losses", "episode", "buffer", "problems", "drift", "rollout", "models", "envs",
-             "engines/__init__", "engines/hf", "engines/samplers", "engines/vllm", "runtime/ranks", "runtime/memories", "runtime/tensors",
-             "runtime/masters")
-    own = [top / f"{name}.py" for name in names]
-    return own + sorted({Path(inspect.getfile(kind)) for kind in type(env).__mro__[:-1]} - set(own))
+             "engines/hf", "engines/samplers", "engines/vllm", "runtime/entries", "runtime/masters", "runtime/ranks")
+    return sorted({top / f"{name}.py" for name in names} | set(task_files(env)))
 
 
 def digest_of(values: list) -> str:

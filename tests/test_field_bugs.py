@@ -33,6 +33,7 @@ from policies.tiny import tiny_config, tiny_tokenizer
 from problems import ProblemSampler
 from rollout import Completion, collect
 from runtime import setup
+from runtime.shards import load_buffer, save_buffer
 from settings import Args, parse_args
 from tasks import maths, search_qa
 from tasks.maths import Maths
@@ -314,7 +315,7 @@ def test_exactly_the_group_with_signal_is_stored_with_all_that_belongs_to_it(run
     _, run, updates = run_task("return '', [[1.0, 0.0], [1.0, 1.0]][self.problem_id % 2][self.number % 2], True, True",
                                "--replay-options", "unit", "group", "--capacity", 4, "--replay-updates", 1)
     checkpoint, = (run / "checkpoints").iterdir()
-    buffer = ReplayBuffer.load(checkpoint / "buffer")
+    buffer = load_buffer(checkpoint / "buffer")
     assert len(buffer) == 1
     sample = buffer.sample(1, step=10)
     fresh = {(row.group_id, row.reward): row for row in updates[0][1]}
@@ -356,7 +357,7 @@ def test_a_new_entry_has_the_largest_priority_raised_to_alpha_once():
     first = buffer.add([row], 0, base=[4.0])
     buffer.sample(1, 0)  # the real base is in force after a draw
     second = buffer.add([row], 0, base=[1.0])
-    assert np.exp(buffer.log_base[buffer._slots(second)]) == pytest.approx([4.0])
+    assert np.exp(buffer.log_base[buffer.slots(second)]) == pytest.approx([4.0])
     _, p = buffer.probabilities(0)
     assert p == pytest.approx([0.5, 0.5])  # the leaves are 4^0.5 = 2 both
     buffer.update_priorities(second, [1.0])
@@ -391,8 +392,8 @@ def test_a_saved_buffer_goes_on_as_the_one_that_was_not_saved(draw, tmp_path):
     whole, part = ReplayBuffer(8, draw=draw), ReplayBuffer(8, draw=draw)
     expected = steps(whole, 0, 4)
     found = steps(part, 0, 2)
-    part.save(tmp_path)
-    again = ReplayBuffer.load(tmp_path)
+    save_buffer(part, tmp_path)
+    again = load_buffer(tmp_path)
     assert found + steps(again, 2, 4) == expected
     assert np.array_equal(np.stack(again.probabilities(9)), np.stack(whole.probabilities(9)))
     assert again.rng.bit_generator.state == whole.rng.bit_generator.state
@@ -414,7 +415,7 @@ def test_without_replay_a_run_needs_no_buffer_and_equals_one_that_never_draws(ru
 def test_only_the_last_groups_with_signal_are_kept(run_task):
     _, run, _ = run_task("return '', float(self.problem_id == 0 and self.number % 2), True, True", "--iterations", 4,
                          "--replay-options", "unit", "group", "--capacity", 2, "--tau", "inf")
-    buffer = ReplayBuffer.load(max((run / "checkpoints").iterdir()) / "buffer")
+    buffer = load_buffer(max((run / "checkpoints").iterdir()) / "buffer")
     rows = buffer.sample(2, step=99).episodes
     assert {row.problem_id for row in rows} == {0} and {row.iteration for row in rows} == {3, 4}
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from test_buffer import check_valid
 from test_chat import CHATML, chat_of
 from test_field_bugs import PLAY, Scripted, Talk, episode, nano  # noqa: F401  (nano is a fixture)
 
@@ -37,7 +38,7 @@ from losses import (
 from rollout import collect
 from runtime import watch
 from runtime.files import finite_or_none
-from runtime.metrics import diagnostics
+from runtime.metrics import by_age, diagnostics
 from runtime.options import OPTIONS, RELEASED, complete
 from settings import Args, checked, parse_args
 from tasks import maths, search_qa
@@ -392,14 +393,14 @@ def a_buffer_that_is_ready_draws(options, seed, start):
         rows = [episode([1, 0], [0, 1], advantage=float(rng.choice([0.0, 1e-30, 1.0, 1e30])), group=int(rng.integers(3)),
                         rewards=[float(rng.choice([0, 1, 1e20]))]) for _ in range(rng.integers(0, 4))]
         buffer.add(rows, step, birthdays=[step - int(rng.integers(3))] * len(rows))
-        buffer.check_valid()
+        check_valid(buffer)
         n = int(rng.integers(1, 6))
         if not buffer.ready(n, step):
             with pytest.raises(ValueError, match="cannot sample"):
                 buffer.sample(n, step)
             continue
         assert buffer.refusal(n, step) is None
-        held = buffer.by_age(step)
+        held = by_age(buffer, step)
         assert not held["age"] or sum(held["mass"]) == pytest.approx(1.0) or not any(held["priority"])
         sample = buffer.sample(n, step)
         assert len(set(sample.ids.tolist())) <= n and np.isfinite(sample.weights).all() and (sample.weights >= 0).all()
@@ -415,7 +416,7 @@ def test_what_is_held_can_be_told_where_no_priority_is_above_zero():
     buffer.add([episode([1, 0], [0, 1], advantage=0.0)] * 2, step=0)
     sample = buffer.sample(2, 0)  # the newest need no priority
     assert sample.probabilities.tolist() == [0.0, 0.0] and sample.inclusion.tolist() == [1.0, 1.0]
-    held = buffer.by_age(0)
+    held = by_age(buffer, 0)
     assert (held["count"], held["mass"], held["priority"]) == ([2], [0.0], [0.0])
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import losses
-from buffer import ReplayBuffer, use_stats
+from buffer import ReplayBuffer
 from conftest import ROOT, train
 from engines import engine_kind, samplers
 from engines.vllm import VLLMServer
@@ -34,6 +34,7 @@ from episode import Episode
 from look import fits
 from models import layers_of, load_policy
 from runtime import files, ranks
+from runtime.shards import load_buffer
 from settings import Args, parse_args
 from train import main
 from update import gradients, make_learner, update
@@ -101,7 +102,7 @@ def test_two_ranks_are_one_process(tmp_path, quick_flags):
                 for run in ("one", "two"))
     assert [row["transcript"] for row in one] == [row["transcript"] for row in two]
     checkpoint = max((tmp_path / "two" / "checkpoints").iterdir())
-    shards = [ReplayBuffer.load(checkpoint / name) for name in ("buffer", "buffer.1")]
+    shards = [load_buffer(checkpoint / name) for name in ("buffer", "buffer.1")]
     assert [shard.capacity for shard in shards] == [512, 512]
     groups = [{members[0].group_id for members in shard.members if members} for shard in shards]
     assert not groups[0] & groups[1], "a group is split over the ranks"
@@ -215,54 +216,6 @@ def test_problems_that_do_not_divide_go_to_each_process_in_turn(monkeypatch):
                 parts, had[place] = parts + mine, had[place] + len(mine)
             assert parts == list(range(count))
         assert had == [count] * processes
-
-
-@pytest.mark.parametrize("before, after", [(2, 3), (3, 1), (1, 2), (2, 5)])
-def test_resharding_keeps_every_entry(before, after):
-    """Entries with their ages, priorities and uses, and the totals, survive a change of the number of ranks."""
-    shards = []
-    for rank in range(before):
-        shard = ReplayBuffer(40, tau=7.0, seed=rank)
-        for step in range(3):
-            shard.add([make_episode(group_id=100 * step + 10 * rank + row // 4, policy_step=step, advantage=1 + row + rank)
-                       for row in range(8)], step=step)
-            shard.sample(4, step)
-        shards.append(shard)
-    parts = []
-    for rank in range(after):
-        part = ReplayBuffer(40 * before, tau=3.0, seed=rank)
-        part.take_share(shards, rank, after)
-        part.check_valid()
-        parts.append(part)
-
-    def facts(buffers):
-        return sorted((buffer.members[slot][0].group_id, float(buffer.log_base[slot]), int(buffer.birthday[slot]),
-                       int(buffer.uses[slot]), int(buffer.last_use[slot])) for buffer in buffers for slot in buffer._live())
-
-    assert facts(parts) == facts(shards)
-    groups = [{members[0].group_id for members in part.members if members} for part in parts]
-    assert sum(map(len, groups)) == len(set.union(*groups))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 4
-    totals = [use_stats({name: sum(buffer.counts[name] for buffer in buffers) for name in shards[0].counts})
-              for buffers in (shards, parts)]
-    assert totals[0] == totals[1]
-    assert {part.tau for part in parts} == {7.0} and {part.counts["draws"] for part in parts} == {3}
-    for part in parts:
-        part.sample(2, 3)
-        part.add([make_episode(group_id=999)], step=3)
-        part.check_valid()
-
-
-def test_a_full_buffer_is_resharded_within_capacity():
-    full = ReplayBuffer(10, seed=0)
-    full.add([make_episode(group_id=row // 5, policy_step=row // 5) for row in range(10)], step=2)
-    parts = [ReplayBuffer(4 if rank else 6) for rank in (0, 1)]
-    for rank, part in enumerate(parts):
-        part.take_share([full], rank, 2)
-        part.check_valid()
-    assert [len(part) for part in parts] == [5, 4] and parts[1].counts["evicted"] == 1
-    with pytest.raises(ValueError, match="alpha"):
-        ReplayBuffer(4, alpha=0.9).take_share([full], 0, 1)
 
 
 # ------------------------------------------------------------------------------------------------ how it is started

@@ -23,6 +23,7 @@ from models import banned_tokens, collate, load_policy, pixel_inputs, token_logp
 from policies.chat import Chat
 from policies.tiny import demonstrations, row_logprobs, tiny_processor, tiny_vlm_config, warm_started_tiny
 from rollout import collect
+from runtime.shards import load_buffer, save_buffer
 from settings import Args, parse_args
 from tasks.sokoban import Sokoban
 from train import main
@@ -276,8 +277,8 @@ def test_a_buffer_saves_and_loads_images(tmp_path_factory, places, seed):
     episodes = [make(images=[pool[place] for place in places]), make(images=[pool[0]]), make(images=None)]
     buffer.add(episodes, 0)
     path = tmp_path_factory.mktemp("buffer") / "buffer"
-    buffer.save(path)
-    again = [member[0] for member in ReplayBuffer.load(path).members if member]
+    save_buffer(buffer, path)
+    again = [member[0] for member in load_buffer(path).members if member]
     for old, new in zip(episodes, again, strict=True):
         assert (old.images is None) == (new.images is None)
         assert all((a == b).all() and a.shape == b.shape for a, b in zip(old.images or (), new.images or (), strict=True))

@@ -1,0 +1,68 @@
+"""A replay buffer in files, and dealt anew over another number of processes."""
+import json
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+
+from buffer import ReplayBuffer
+from runtime.entries import require_same
+
+
+def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
+    """Write buffer.json and the .npz that it names into `folder`; a crash leaves the earlier pair whole."""
+    folder, state = Path(folder), buffer.state_dict()
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    values = {name: value for name, value in state.items() if name not in arrays}
+    values["arrays"] = f"buffer-{secrets.token_hex(4)}.npz"
+    with open(folder / values["arrays"], "wb") as file:
+        np.savez(file, **arrays)
+    (folder / "buffer.json.tmp").write_text(json.dumps(values))
+    os.replace(folder / "buffer.json.tmp", folder / "buffer.json")
+    for old in folder.glob("buffer-*.npz"):
+        if old.name != values["arrays"]:
+            old.unlink()
+
+
+def load_buffer(folder: str | Path) -> ReplayBuffer:
+    """The buffer that `save_buffer(buffer, folder)` wrote."""
+    state = json.loads((Path(folder) / "buffer.json").read_text())
+    with np.load(Path(folder) / Path(state["arrays"]).name, allow_pickle=False) as arrays:
+        state |= dict(arrays)
+    buffer = ReplayBuffer(**state["config"])
+    buffer.load_state_dict(state)
+    return buffer
+
+
+def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, parts: int) -> None:
+    """Become, while empty, part `part` of `parts` of what `shards` hold together: whole prompt groups, dealt by age to the
+    part that has fewest entries; what a part cannot hold is evicted. The first part takes over the totals.
+    """
+    for shard in shards:
+        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau", "beta_steps"))
+    groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
+    for shard in shards:
+        for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
+            groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
+    dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
+    for _, entries in sorted(groups.items()):  # ids of groups rise: in the order of arrival, which decides who leaves first
+        min(dealt, key=len).extend(entries)
+
+    mine = dealt[part]
+    members, birthdays = [shard.members[slot] for shard, slot in mine], [shard.birthday[slot] for shard, slot in mine]
+    slots = buffer.insert(members, birthdays, capacity=len(mine))
+    for name in buffer.columns.keys() - {"id"}:
+        getattr(buffer, name)[slots] = [getattr(shard, name)[slot] for shard, slot in mine]
+    buffer.newest_birthday = max(shard.newest_birthday for shard in shards)
+    own = [{"added": len(entries), "drawn": sum(int(shard.uses[slot]) for shard, slot in entries),
+            "first_uses": sum(int(shard.uses[slot] > 0) for shard, slot in entries)} for entries in dealt]
+    for name in buffer.counts:
+        total = sum(shard.counts[name] for shard in shards)
+        others = sum(counts.get(name, 0) for counts in own[1:])
+        buffer.counts[name] = total - others if part == 0 else own[part].get(name, 0)
+    buffer.counts["draws"] = max(shard.counts["draws"] for shard in shards)  # each draw was one of every shard
+    buffer.set_tau(shards[0].tau)
+    step = max([buffer.newest_birthday, *buffer.last_use.tolist()])  # the last that it knows of
+    buffer.retire(buffer._beyond_capacity(step), "evicted")
