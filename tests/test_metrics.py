@@ -5,7 +5,7 @@ import pytest
 from test_buffer import make
 
 from buffer import ReplayBuffer
-from runtime.metrics import by_age
+from runtime.metrics import by_age, merged
 
 
 
@@ -20,3 +20,11 @@ def test_by_age_counts_what_is_held():
     assert sum(use * count for use, count in enumerate(by_age(buffer, 5)["uses"])) == 5 and len(ids) == 3
     assert by_age(buffer, 50, bins=1)["count"] == [3]
     assert by_age(ReplayBuffer(8), 0)["age"] == []
+
+
+def test_what_a_loss_returns_is_logged_without_another_edit():
+    updates = [{"loss": 1.0, "my_share": 0.25, "steps": 1, "log_ratios": [None], "bad": []}, {"loss": 3.0, "my_share": 0.75, "steps": 1}]
+    found = merged(updates)
+    assert (found["loss"], found["my_share"], found["steps"]) == (2.0, 0.5, 2)
+    assert "log_ratios" not in found and "bad" not in found
+    assert merged([])["loss"] is None and merged([])["steps"] == 0  # curves have gaps there, and no hole in the columns

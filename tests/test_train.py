@@ -27,6 +27,7 @@ from rollout import collect
 from runtime import setup
 from runtime.log import RunLog
 from runtime.memories import FIRST_TAU
+from runtime.options import with_new_names
 from settings import Args, parse_args
 from train import main
 from update import gradients, learning_rate_factor, make_learner, update
@@ -156,6 +157,22 @@ def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
     message = refused(capsys, tmp_path / "x.yaml")
     assert all(word in message for word in words), message
+
+
+def test_a_run_of_an_older_version_is_refused_with_the_new_spelling_and_read_by_evaluation(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 3\neps_high: 0.28\nparallel_episodes: 9\nlr_steps: fresh\nmax_env_error_frac: 0.1\n")
+    message = refused(capsys, "--resume", tmp_path)
+    for words in ("--eps-high is now --loss-options eps_high", "--parallel-episodes is now --engine-options parallel",
+                  "--lr-steps is now --released lr_steps", "--max-env-error-frac is gone", "older version"):
+        assert words in message, message
+    config = with_new_names({"seed": 3, "max_turns": 4, "eps_high": 0.28, "parallel_episodes": 9, "max_env_error_frac": 0.1})
+    assert config == {"seed": 3, "max_turns": 4, "loss_options": {"eps_high": 0.28}, "engine_options": {"parallel": 9}}
+    assert Args(**config).engine_options["parallel"] == 9 and Args(**config).engine_options["memory"] == 0.4
+
+
+def test_options_that_are_given_twice_are_those_of_both():
+    args = parse_args(["--name", "x", "--replay-options", "unit", "group", "--seed", "1", "--replay-options", "eps", "0.5"])
+    assert (args.replay_options["unit"], args.replay_options["eps"], args.seed) == ("group", 0.5, 1)
 
 
 def test_an_unknown_key_exits_with_2_before_anything_heavy():
