@@ -225,6 +225,8 @@ def parse_args(argv: list[str], description: str = "") -> Args:
         Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
     from_config, several = read_config(config, [each.name for each in fields(Args)], resumed)
     flags, pairs = split_options(flags)
+    if ("--replay-advantage", "released") in zip(from_config + flags, (from_config + flags)[1:]):
+        fail("--replay-advantage released is now --released replay_advantage")
     try:
         args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=description)
     except SystemExit as stop:

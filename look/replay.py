@@ -183,7 +183,7 @@ def clip_panel(axes, replay, metrics):
     axes.set_ylim(bottom=0)
     axes.legend()
     return ("Outside it, a token that the update would push further out gets no gradient. The higher the line climbs with "
-            "age, the less that age still teaches: a shorter tau, or max-age.")
+            "age, the less that age still teaches: a shorter tau, or a max_age.")
 
 
 def kl_panel(axes, replay, metrics):

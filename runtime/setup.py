@@ -285,7 +285,8 @@ def code_files(env) -> list[Path]:
     """The files that decide what is learned, the task's own among them."""
     top = Path(__file__).resolve().parent.parent
     names = ("train", "settings", "judge", "update", "losses", "episode", "buffer", "problems", "drift", "rollout", "models", "envs",
-             "engines/hf", "engines/samplers", "engines/vllm", "runtime/entries", "runtime/masters", "runtime/ranks")
+             "engines/hf", "engines/samplers", "engines/vllm", "runtime/entries", "runtime/masters", "runtime/memories", "runtime/ranks",
+             "runtime/tensors")
     return sorted({top / f"{name}.py" for name in names} | set(task_files(env)))
 
 

@@ -21,6 +21,7 @@ from episode import Episode  # noqa: E402
 from judge import shuffle_rewards  # noqa: E402
 from policies.tiny import tiny_config, tiny_tokenizer  # noqa: E402
 from runtime.metrics import partnered  # noqa: E402
+from runtime.files import flat  # noqa: E402
 from settings import parse_args  # noqa: E402
 
 STUDIES = sorted((ROOT / "studies").glob("*.yaml"))
@@ -49,9 +50,10 @@ def test_every_run_of_a_study_has_a_command_that_train_accepts(path):
     for arm, flags in study.arms.items():
         args = parse_args(runner.command(study, Job(arm, 1e-3, 7), ROOT / "runs")[1:])
         assert (args.seed, args.lr, args.wandb) == (7, 1e-3, "off")
-        for name, value in (study.flags | flags).items():
+        found = flat(vars(args))
+        for name, value in (flat(study.flags) | flat(flags)).items():
             if name != "env_options":
-                assert getattr(args, name) == value, f"{arm}: {name}"
+                assert found[name] == value, f"{arm}: {name}"
 
 
 @pytest.mark.parametrize("change, words", [
