@@ -199,7 +199,7 @@ class ReplayBuffer(Entries):
         self.correct[slots] = [correct[rows].any() for rows in entries]
         self.log_base[slots] = self.real_log_base[slots] = log([base[rows].mean() for rows in entries])
         if self.insert_priority == "max":
-            self.log_base[slots] = largest if largest > -math.inf else 0.0
+            self.log_base[slots] = largest if largest > -math.inf else self.real_log_base[slots].max()
         id_of_row = np.empty(len(episodes), np.int64)
         for rows, id in zip(entries, self.id[slots]):
             id_of_row[rows] = id

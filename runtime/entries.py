@@ -121,9 +121,10 @@ class Entries:
         """Count a batch's uses; returns each row's steps since its last use (arXiv 2604.08706): -1 where it has none, 0 where it
         is in the batch once more."""
         gaps = np.where(self.uses[slots] == 0, -1, step - self.last_use[slots])
-        again = np.ones(len(slots), bool)
-        again[np.unique(slots, return_index=True)[1]] = False
-        gaps[again] = 0
+        if len(set(slots.tolist())) < len(slots):
+            again = np.ones(len(slots), bool)
+            again[np.unique(slots, return_index=True)[1]] = False
+            gaps[again] = 0
         np.add.at(self.uses, slots, 1)
         self.last_use[slots] = step
         first_uses = int(np.count_nonzero(gaps < 0))
