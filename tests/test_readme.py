@@ -1,4 +1,4 @@
-"""The README's own example of a task, and the flags and files that it names."""
+"""The flags, options and files that README and docs/ name, and the commands of docs/scaling.md."""
 import re
 import shlex
 from dataclasses import fields
@@ -8,38 +8,62 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from conftest import ROOT
-from envs import make_env_factory
+from eval import EvalArgs
+from runtime.options import OPTIONS
 from settings import Args, parse_args
 
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = {"list", "help", "x", "y", "mu", "alpha", "rho", "from", "out", "target", "problems", "temperature", "max_episodes",  # of eval.py
+          "config_file", "num_processes", "nproc_per_node", "cpu", "machine_rank",  # of launchers
+          "main_process_ip", "main_process_port", "num_machines",
+          "enable_lora", "max_lora_rank", "max_model_len", "max_num_batched_tokens", "no_enable_chunked_prefill"}  # of vLLM's server
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
 COMMANDS = [line.strip() for line in SCALING.replace("\\\n", "").splitlines() if line.startswith("    ") and " train.py " in line]
 
 
-def test_the_example_task_plays(tmp_path):
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
-    assert len(code.splitlines()) < 60
-    (tmp_path / "guess.py").write_text(code)
-    env = make_env_factory(f"{tmp_path / 'guess.py'}:Guess", {"top": "100"})()
-    train, heldout = env.problems("train", 75), env.problems("heldout", 25)
-    assert not set(train) & set(heldout)
-    assert "from 1 to 100" in env.reset(heldout[0], 0)
-    low, high, done = 1, 100, False
-    while not done:
-        guess = (low + high) // 2
-        message, score, done, valid = env.step(f"<answer>{guess}</answer>")
-        low, high = (guess + 1, high) if "larger" in message else (low, guess - 1)
-    assert env.success and score == 1 and valid and env.info["guesses"] <= 7
-    assert env.step("<answer>1</answer><answer>2</answer>")[3] is False
+def names_of(text: str) -> set[str]:
+    return set(re.findall(r"--([a-z][a-z_-]+)", text))
 
 
-def test_every_flag_and_file_that_the_readme_names_is_there():
-    flags = {field.name for field in fields(Args)} | {"samples", "k", "x", "env", "problems", "list", "help", "mu", "alpha", "rho", "from", "out"}
-    flags |= {"config", "num", "nproc", "cpu"}  # of launchers: --config_file, --num_processes, --nproc_per_node
-    named = set(re.findall(r"--([a-z][a-z-]+)", README))
-    assert not {flag for flag in named if flag.replace("-", "_") not in flags}
-    files = set(re.findall(r"(?:configs|studies|tests)/[\w./]+\.(?:yaml|py|png)", README)) | set(re.findall(r"`(\w+\.py)`", README))
-    assert files and not {file for file in files if not (ROOT / file).exists()}
+def unknown(named: set[str]) -> set[str]:
+    """Flags that neither train.py, nor eval.py, nor a launcher has."""
+    flags = {field.name for field in fields(Args)} | {field.name for field in fields(EvalArgs)} | OTHERS
+    return {flag for flag in named if flag.replace("-", "_") not in flags}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_flag_that_a_page_names_is_there(path):
+    text = re.sub(r"\\\n", "", path.read_text())
+    assert not unknown(names_of(text))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_option_that_a_page_names_is_there(path):
+    for flag, option in re.findall(r"--((?:tiny|engine|async|problem|replay)-options) (\w+)", path.read_text()):
+        assert option in OPTIONS[flag.replace("-", "_")], (flag, option)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_every_file_that_a_page_names_is_there(path):
+    text = path.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    assert not [link for link in links if not (path.parent / link).exists()]
+    files = re.findall(r"(?<![\w/.])(?:configs|studies|tests|examples)/[\w./]+\.(?:yaml|py|png)", text)
+    assert not [file for file in files if not (ROOT / file).exists()]
+
+
+def test_the_readme_names_every_file_of_the_top_level():
+    named = set(re.findall(r"`(\w+\.py)`", README))
+    assert {path.name for path in ROOT.glob("*.py")} <= named
+
+
+def test_every_ablation_of_the_readme_has_its_mark():
+    rows = re.findall(r"^\| ([\w ]+) \| `(\w+\.py)`(?:, `([^`]+)`| or)", README, re.MULTILINE)
+    marked = [(file, mark) for _, file, mark in rows if mark]
+    assert len(marked) == 6
+    for file, mark in marked:
+        assert re.search(f"# ALGO LOGIC: .*{mark}", (ROOT / file).read_text()), (file, mark)
 
 
 @pytest.mark.parametrize("kind", ["python", "torchrun", "ddp", "fsdp2", "--async-rollouts", "http://", "--machine_rank"])
@@ -69,10 +93,3 @@ def test_commands_that_split_weights_name_the_engine_that_can(kind):
     texts = [README, SCALING, *(path.read_text() for path in (ROOT / "configs" / "accelerate").glob("*.yaml"))]
     lines = [line for text in texts for line in re.sub(r"\\\n#?", "", text).splitlines() if f"{kind}.yaml --num" in line]
     assert lines and all(" --engine hf" in line for line in lines), lines
-
-
-def test_every_flag_that_scaling_names_is_there():
-    text = "\n".join(part for part in re.sub(r"\\\n", "", SCALING).splitlines() if not part.startswith("    "))
-    flags = {field.name for field in fields(Args)} | {"from", "machine_rank", "enable_lora", "max_lora_rank"}  # and of launchers
-    named = set(re.findall(r"--([a-z][a-z_-]+)", text))
-    assert named and not {flag for flag in named if flag.replace("-", "_") not in flags}
