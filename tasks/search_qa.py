@@ -20,21 +20,21 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
-from envs import MissingData
+from envs import HELDOUT_CLASSES, MissingData
 from episode import one_of, require
 from tasks.sources import HUB_ID, need, package_folder, read, read_json, read_requests
 
-HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out
 MAX_ACTION = 400  # characters of a query or an answer
 DENSE_PART = 1024  # passages embedded between two writes, so that an interrupted embedding goes on where it was
 # Of an HTTP retriever: seconds a try, tries, seconds before the second one (then doubling), bytes of a reply.
 TIMEOUT, ATTEMPTS, BACKOFF, MAX_REPLY = 30.0, 4, 0.5, 4 * 2**20
+LOADING = threading.RLock()  # a cache of functools alone would let threads that come at the same time load twice
 TAG = re.compile(r"</?(think|search|answer|information)>")
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
 WORD = re.compile(r"\b\w\w+\b")
@@ -62,17 +62,6 @@ Question: {question}"""}
 
 class RetrieverError(RuntimeError):
     """The retriever gave no usable reply after all tries: an environment error, never a wrong answer."""
-
-
-def once(function):
-    """A cache that also holds for threads which call at the same time."""
-    cache, lock = lru_cache(maxsize=None)(function), threading.RLock()
-
-    @wraps(function)
-    def call(*args):
-        with lock:
-            return cache(*args)
-    return call
 
 
 def digest(*things) -> str:
@@ -125,7 +114,7 @@ def split_contents(contents: str) -> tuple[str, str]:
     return (title.strip('" '), text) if text else ("", title)
 
 
-@once
+@cache
 def read_corpus(name: str) -> tuple[list[tuple[str, str]], str]:
     """Passages as (title, text), equal texts once, and a digest of them all."""
     if not name.startswith("packaged"):
@@ -187,7 +176,7 @@ def read_table(name: str) -> list[tuple[dict, str | None]]:
     return [(row, side if own else None) for split, side in names.items() for row in tables[split]]
 
 
-@once
+@cache
 def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
     """All questions of `names`, equal ones (normalised) once, in the order of their content hashes."""
     found = {}
@@ -337,7 +326,7 @@ class HTTPRetriever:
         raise RetrieverError(f"the retriever at {self.url} failed {attempt + 1} times, last with: {problem}")
 
 
-@once
+@cache
 def make_search(retriever: str, corpus: str, cache_dir: Path):
     if retriever.startswith("http"):
         search = HTTPRetriever(retriever).search
@@ -438,20 +427,22 @@ class SearchQA:
                 one_of("questions", name, (*PACKAGED, "FILE.jsonl", "FOLDER", "HUB/ID"))
         if not Path(corpus).is_file():
             one_of("corpus", corpus, ("packaged", "packaged+boolq", "FILE.jsonl"))
-        one_of("reward", reward, ("em", "f1"))
-        one_of("prompt", prompt, tuple(PROMPTS))
         for key, value in (("top_k", top_k), ("max_searches", max_searches), ("passage_chars", passage_chars)):
             require(value > 0, f"{key}={value}: it must be above 0")
         self.retriever, self.question_names, self.corpus = retriever, questions, corpus
+        self.reward, self.prompt = one_of("reward", reward, ("em", "f1")), one_of("prompt", prompt, tuple(PROMPTS))
         self.top_k, self.max_searches, self.passage_chars = top_k, max_searches, passage_chars
-        self.reward, self.prompt, self.cache_dir = reward, prompt, Path(cache_dir).expanduser()
+        self.cache_dir = Path(cache_dir).expanduser()
 
     def questions(self) -> list[Question]:
-        return read_questions(self.question_names, self.corpus, self.cache_dir)
+        with LOADING:
+            return read_questions(self.question_names, self.corpus, self.cache_dir)
 
     def search(self, query: str) -> tuple[tuple[str, str], ...]:
         """Passages (title, text) as they are shown. Raises RetrieverError."""
-        found = make_search(self.retriever, self.corpus, self.cache_dir)(query, self.top_k)
+        with LOADING:
+            search = make_search(self.retriever, self.corpus, self.cache_dir)
+        found = search(query, self.top_k)
         return tuple((neutral(title, 100), neutral(text, self.passage_chars)) for title, text in found)
 
     def source(self) -> str:

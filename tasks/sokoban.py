@@ -265,7 +265,6 @@ class Sokoban(BoardGame):
         return "#" if not floor else "PS"[target] if cell == self.position else "X√"[target] if box else "_O"[target]
 
     def render(self) -> str:
-        """The board: # wall, _ floor, O target, X box, √ box on a target, P player, S player on a target."""
         width, height = self.room.width, self.room.height
         return "\n".join(" ".join(map(self.symbol, range(row * width, (row + 1) * width))) for row in range(height))
 
