@@ -287,7 +287,6 @@ class Geometry(maths.Attempts):
         return f"{self.data}: {len(questions)} questions, {left_out} rows without image, question or answer left out"
 
     def reset(self, problem_id: int, seed: int) -> str:
-        self.problem_id = problem_id
         self.begin(generated(problem_id) if self.data == "generated" else load(self.data, self.subset)[0][problem_id])
         choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, self.question.choices))
         what = "the letter of the right choice, like <answer>A</answer>" if choices else "the value, like <answer>12</answer>"
@@ -299,7 +298,7 @@ class Geometry(maths.Attempts):
         if self.info["attempts"]:
             return None
         if self.data == "generated":
-            return drawn(self.problem_id, self.pixels).copy()
+            return drawn(self.question.image, self.pixels).copy()
         image = self.question.image
         picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image).convert("RGB")
         picture.thumbnail((self.pixels, self.pixels), Image.Resampling.BOX)

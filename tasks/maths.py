@@ -137,8 +137,8 @@ def compared(gold: str, answer: str) -> bool | None:
 
 # ------------------------------------------------------------------------------------------------ checker processes
 
-class CheckFailed(RuntimeError):
-    """A checker process died of its limit of time or memory, or its job raised."""
+class CheckFailed(ValueError):
+    """A checker process died of its limit of time or memory, or its job raised: an unknown data set, say."""
 
 
 IDLE = queue.LifoQueue()  # one slot a checker: its process, or None before it starts; last in, first out, so few start
@@ -246,7 +246,7 @@ def gym_dataset(name: str):
     from reasoning_gym.factory import DATASETS
     names = DATASETS.keys() - {"composite"}  # a mixture, which needs a config
     near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3)) or "chain_sum, countdown"
-    require(name in names, f"no data set {name!r} among its {len(names)}; the nearest: {near}")
+    require(name in names, f"reasoning_gym has no data set {name!r} among its {len(names)}; the nearest: {near}")
     return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
 
 
@@ -556,10 +556,7 @@ class Arithmetic(Attempts):
 
 @functools.lru_cache(GYM_SIZE)
 def gym_question(dataset: str, index: int) -> tuple[str, str | None]:
-    try:
-        return tuple(ask("gym_problem", dataset, index))
-    except CheckFailed as error:  # an unknown data set, say
-        raise ValueError(f"reasoning_gym: {error}") from None
+    return tuple(ask("gym_problem", dataset, index))
 
 
 @functools.lru_cache

@@ -328,11 +328,9 @@ class HTTPRetriever:
 
 @cache
 def make_search(retriever: str, corpus: str, cache_dir: Path):
-    if retriever.startswith("http"):
-        search = HTTPRetriever(retriever).search
-    else:
-        search = {"bm25": BM25Retriever, "dense": DenseRetriever}[retriever](corpus, cache_dir).search
-    return lru_cache(maxsize=10_000)(search)
+    kind = {"bm25": BM25Retriever, "dense": DenseRetriever}.get(retriever)
+    found = kind(corpus, cache_dir) if kind else HTTPRetriever(retriever)
+    return lru_cache(maxsize=10_000)(found.search)
 
 
 # ---- text
