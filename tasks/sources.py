@@ -39,11 +39,11 @@ def read_requests(folder: Path, task: str) -> list[dict]:
 
 def read_json(path: Path) -> list[dict]:
     """Rows of a .json file, a list, or of any other file, one a line."""
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         lines = [line for line in text.split("\n") if line.strip()]
         rows = json.loads(text if path.suffix == ".json" else f"[{','.join(lines)}]")
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no UTF-8, no JSON
         kind = "JSON file, one list of rows" if path.suffix == ".json" else "JSONL file, one row a line"
         raise ValueError(f"{path} is not a {kind}: {error}") from None
     require(isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows),
