@@ -66,7 +66,7 @@ class BoardGame:
 
     def problems(self, split: str, count: int) -> list[int]:
         """The first `count` ids of the split, each with other content. Raises ValueError when there are fewer."""
-        from tasks.splits import first_different  # in functions, since tasks/ imports this file
+        from tasks.sources import first_different  # in functions, since tasks/ imports this file
         return first_different(split, count, self.content, self.split_of, f"{self.name} boards of {self.size}x{self.size}",
                                " or for larger boards")
 

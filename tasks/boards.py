@@ -1,14 +1,12 @@
 """Lakes beyond their rules, which are in envs.py: the way to the goal, hints, maps that start anywhere, gymnasium's pictures."""
 import functools
-import importlib.util
 import os
-from collections import deque
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from PIL import Image
 
-from envs import MissingData
+from tasks.sources import installed
 
 
 def neighbour(cell: int, move: int, rows: int, columns: int) -> int:
@@ -21,18 +19,14 @@ def neighbour(cell: int, move: int, rows: int, columns: int) -> int:
 
 def distances_to_goal(board: list[str]) -> list[float]:
     """Moves from each cell to G around the holes H (breadth first), inf where there is no way."""
-    cells, columns = "".join(board), len(board[0])
-    distance = [float("inf")] * len(cells)
-    distance[cells.index("G")] = 0
-    queue = deque([cells.index("G")])
-    while queue:
-        cell = queue.popleft()
-        for move in range(4):  # moves are symmetric, so walking back from the goal is walking to it
-            near = neighbour(cell, move, len(board), columns)
-            if cells[near] != "H" and distance[near] == float("inf"):
-                distance[near] = distance[cell] + 1
-                queue.append(near)
-    return distance
+    cells, distance, moves = "".join(board), {}, 0
+    wave = {cells.index("G")}
+    while wave:
+        distance |= dict.fromkeys(wave, moves)
+        near = {near for cell in wave for near in neighbours(board, cell)}  # moves are symmetric: away from G is on the way to it
+        wave = {cell for cell in near - distance.keys() if cells[cell] != "H"}
+        moves += 1
+    return [distance.get(cell, float("inf")) for cell in range(len(cells))]
 
 
 def neighbours(board: list[str], position: int) -> list[int]:
@@ -73,11 +67,9 @@ def random_lake(size: int, frozen_probability: float, seed: int) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------------------- pictures
 
-
 def need_pygame():
     """Pictures work without a screen; MissingData where pygame is not installed."""
-    if importlib.util.find_spec("pygame") is None:
-        raise MissingData("pictures of the board need pygame: `make data` installs it")
+    installed("pygame")
     os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
 

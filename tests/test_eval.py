@@ -310,7 +310,7 @@ def test_a_lora_checkpoint_is_loaded_with_its_base(run, tiny_folder):
 
 def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tasks.splits.PATIENCE", 100)
+    monkeypatch.setattr("tasks.sources.PATIENCE", 100)
     for words, expected in [
         (["runn", "--env", "x"], ["x"]),
         ([tmp_path / "rum"], ["is not a run", "did you mean", str(run), "compare, replay, show"]),

