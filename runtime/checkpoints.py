@@ -24,9 +24,6 @@ from runtime.shards import load_buffer, save_buffer, take_share
 FORMAT = 2  # of checkpoints; 1 had no checksums
 
 
-# ------------------------------------------------------------------------------------------------------ the same on resume
-
-
 class GlobalRandomness:
     """The global generators of Python, NumPy and torch: nothing here draws from them, but a task of your own may."""
 
@@ -38,10 +35,9 @@ class GlobalRandomness:
     def state_dict(self) -> dict:
         version, numbers, gauss = random.getstate()
         kind, keys, *others = np.random.get_state()
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {"python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
                 "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy(),
-                **{f"cuda{number}": state.numpy() for number, state in enumerate(devices)}}
+                **{f"cuda{number}": state.numpy() for number, state in enumerate(torch.cuda.get_rng_state_all())}}
 
     def save(self, folder: Path):
         folder.mkdir()
@@ -64,8 +60,7 @@ class GlobalRandomness:
         torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
         devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
                    if f"cuda{number}" in state]
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        torch.cuda.set_rng_state_all(devices)
 
 
 # What each process has of its own: how it is saved, loaded, and shared out among another number of processes.
@@ -119,9 +114,6 @@ def warn_of_changes(saved: dict, now: dict):
     if found:
         print(f"warning: changed since the checkpoint was written: {', '.join(found)}. The run goes on, but not bit for bit as "
               "it would have", file=sys.stderr)
-
-
-# ------------------------------------------------------------------------------------------------------ checkpoints
 
 
 def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
