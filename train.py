@@ -102,7 +102,7 @@ def learn_from_fresh(run: Run, batch: Batch) -> list[dict]:
     for epoch in range(args.fresh_epochs if args.fresh_update else 0):
         for members in np.array_split(shuffle.permutation(batch.groups), args.minibatches):
             rows = [row for row, episode in enumerate(sound) if episode.group_id in members]
-            if not ranks.somewhere(rows):
+            if not any(ranks.gathered(rows)):
                 continue
             ages = [batch.arrived - sound[row].policy_step for row in rows]
             updates.append(take_step(run, [sound[row] for row in rows], first_use=epoch == 0, ages=ages,
@@ -115,7 +115,7 @@ def learn_from_replayed(run: Run) -> tuple[list[dict], list]:
     """K updates on draws from the buffer; returns their metrics and the draws."""
     args, buffer, updates, draws = run.args, run.buffer, [], []
     size = ranks.share_size(args.replay_batch_size)
-    while len(updates) < args.replay_updates and ranks.agreed(buffer.ready(size, now(run))):
+    while len(updates) < args.replay_updates and all(ranks.gathered(buffer.ready(size, now(run)))):
         drawn = buffer.sample(size, now(run), lowest=ranks.lowest)
         unused = False if args.fresh_update else drawn.steps_since_last_use < 0
         updates.append(take_step(run, drawn.episodes, unused, weights=drawn.weights, ages=drawn.ages, replayed=True))
@@ -142,7 +142,7 @@ def measure_drift(run: Run) -> dict | None:
     if run.drift is None:
         return None
     size = ranks.share_size(run.args.replay_options["probe_episodes"])
-    if ranks.agreed(run.recent.ready(size, now(run))):
+    if all(ranks.gathered(run.recent.ready(size, now(run)))):
         probe = run.recent.sample(size, now(run))
         log_ratios_BT = token_log_ratios(run.learner, probe.episodes)
         ages, log_ratios, kl = map(ranks.joined, (probe.ages, log_ratios_BT.sum(1), token_kl(log_ratios_BT)))
@@ -185,7 +185,7 @@ def main(args: Args) -> dict:
             due = last or args.eval_every and run.iteration % args.eval_every == 0
             judged = held_out(run) if due else {}
             report(run, batch, fresh, replayed, draws, held, drift, judged, now(run))
-            stopped = ranks.somewhere(run.interrupt.signal)
+            stopped = any(ranks.gathered(run.interrupt.signal))
             if last or stopped or args.checkpoint_every and run.iteration % args.checkpoint_every == 0:
                 save(run)
             if stopped:

@@ -15,15 +15,13 @@ from safetensors.torch import load_file, save_file
 from buffer import ReplayBuffer
 from models import load_policy
 from runtime import ranks
-from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, recover, remove, sync, temporary_of, whole_folder
+from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, read_state, recover, remove
+from runtime.files import sync, temporary_of, whole_folder, whole_lines, write_state
 from runtime.log import LOGS
 from runtime.options import spelled
 from runtime.shards import load_buffer, save_buffer, take_share
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
-
-
-# ------------------------------------------------------------------------------------------------------ the same on resume
 
 
 class GlobalRandomness:
@@ -37,24 +35,19 @@ class GlobalRandomness:
     def state_dict(self) -> dict:
         version, numbers, gauss = random.getstate()
         kind, keys, *others = np.random.get_state()
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {"python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
                 "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy(),
-                **{f"cuda{number}": state.numpy() for number, state in enumerate(devices)}}
+                **{f"cuda{number}": state.numpy() for number, state in enumerate(torch.cuda.get_rng_state_all())}}
 
     def save(self, folder: Path):
         folder.mkdir()
-        state = self.state_dict()
-        arrays = {key: value for key, value in state.items() if isinstance(value, np.ndarray)}
-        np.savez(folder / "state.npz", **arrays)
-        (folder / "state.json").write_text(json.dumps({key: value for key, value in state.items() if key not in arrays}))
+        write_state(folder / "state", self.state_dict())
 
     @classmethod
     def load(cls, folder: Path) -> "GlobalRandomness":
         """Sets the generators, too."""
         generators = cls.__new__(cls)
-        with np.load(folder / "state.npz", allow_pickle=False) as arrays:
-            generators.load_state_dict(json.loads((folder / "state.json").read_text()) | dict(arrays))
+        generators.load_state_dict(read_state(folder / "state"))
         return generators
 
     def take_share(self, shards: list, rank: int, world: int):
@@ -67,8 +60,7 @@ class GlobalRandomness:
         torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
         devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
                    if f"cuda{number}" in state]
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        torch.cuda.set_rng_state_all(devices)
 
 
 # What each process has of its own: how it is saved, loaded, and shared out among another number of processes.
@@ -95,8 +87,7 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
     recover(run / "checkpoints")
     checkpoint = last_checkpoint(run, set_aside=True)
     if checkpoint is None:
-        log = run / "metrics.jsonl"
-        logged = len(re.findall(r"^{.*}$", log.read_text(), re.MULTILINE)) if log.exists() else 0
+        logged = len(whole_lines(run / "metrics.jsonl"))
         if (run / "summary.json").exists() or 0 < args["checkpoint_every"] < logged:
             fail(f"{run} has logged {logged} iterations, but its checkpoints are gone: there is nothing to go on from, and "
                  "starting anew would erase its logs; start a run of another --name")
@@ -123,9 +114,6 @@ def warn_of_changes(saved: dict, now: dict):
     if found:
         print(f"warning: changed since the checkpoint was written: {', '.join(found)}. The run goes on, but not bit for bit as "
               "it would have", file=sys.stderr)
-
-
-# ------------------------------------------------------------------------------------------------------ checkpoints
 
 
 def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
@@ -156,23 +144,16 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
             processor.save_pretrained(temporary)
             for name, tensors in (others | more).items():
                 save_file(tensors, temporary / f"{name}.safetensors")
-            save_states(temporary, memories, state | {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args)})
+            for name, memory in memories.items():
+                if type(memory) not in SHARDED:  # the ranks have it alike
+                    write_state(temporary / name, memory.state_dict())
+            more_state = {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args), "format": FORMAT}
+            (temporary / "state.json").write_text(json.dumps(state | more_state, indent=1))
             save_base(temporary, base, (folder / "base").resolve())
     if ranks.first():
         for old in checkpoints(run)[:-keep]:
             remove(old)
     ranks.barrier()
-
-
-def save_states(folder: Path, memories: dict, state: dict):
-    """What the ranks have alike and is no tensor."""
-    for name, memory in memories.items():
-        if type(memory) not in SHARDED:
-            values = memory.state_dict()
-            arrays = {key: value for key, value in values.items() if isinstance(value, np.ndarray)}
-            np.savez(folder / f"{name}.npz", **arrays)
-            (folder / f"{name}.json").write_text(json.dumps({key: values[key] for key in values if key not in arrays}))
-    (folder / "state.json").write_text(json.dumps(state | {"format": FORMAT}, indent=1))
 
 
 def save_base(folder: Path, files: dict[str, bytes], place: Path):
@@ -221,8 +202,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
             else:
                 take(memory, [load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
         else:
-            with np.load(folder / f"{name}.npz", allow_pickle=False) as arrays:
-                memory.load_state_dict(json.loads((folder / f"{name}.json").read_text()) | dict(arrays))
+            memory.load_state_dict(read_state(folder / name))
     return {key: value for key, value in state.items() if key not in ("format", "args")}
 
 

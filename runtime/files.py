@@ -57,8 +57,19 @@ def write_whole(path: Path, text: str):
         raise
 
 
-def files_of(folder: Path) -> dict[str, Path]:
-    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+def write_state(path: Path, state: dict):
+    """A state_dict as path.npz, its arrays, and path.json."""
+    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    np.savez(f"{path}.npz", **arrays)
+    Path(f"{path}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
+
+
+def read_state(path: Path) -> dict:
+    """What `write_state` wrote, or a buffer: that one's JSON names the file of its arrays."""
+    state = json.loads(Path(f"{path}.json").read_text())
+    arrays = Path(state.get("arrays", f"{path.name}.npz")).name
+    with np.load(path.with_name(arrays), allow_pickle=False) as loaded:
+        return state | dict(loaded)
 
 
 def digest(path: Path) -> str:
@@ -76,7 +87,8 @@ def whole_folder(folder: Path, checksums: bool = True):
     try:
         yield temporary
         if checksums:
-            files = {name: {"bytes": path.stat().st_size, "sha256": digest(path)} for name, path in files_of(temporary).items()}
+            paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            files = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in paths}
             (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
@@ -123,9 +135,8 @@ def recover(parent: Path):
     for replaced in parent.glob(".*.old"):
         folder = parent / replaced.name[1:-len(".old")]
         remove(replaced) if folder.exists() else os.rename(replaced, folder)
-    for pattern in (".*.tmp", ".*.gone"):
-        for left in parent.glob(pattern):
-            shutil.rmtree(left, ignore_errors=True)
+    for left in [*parent.glob(".*.tmp"), *parent.glob(".*.gone")]:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def damage(folder: Path) -> str | None:
@@ -327,15 +338,12 @@ def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], in
     `is_whole`. ([], 0) without a file."""
     records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # counted by its absence
             record = parsed(line)
             if isinstance(record["iteration"], int) and is_whole(record):
                 records.append(record)
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # counted by its absence
     return records, len(lines) - len(records)
 
 
 def whole_lines(path: Path) -> list[dict]:
-    records, _ = read_lines(path)
-    return records
+    return read_lines(path)[0]

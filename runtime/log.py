@@ -1,7 +1,6 @@
 """What a run writes while it goes on, the line or bar on the screen, its clock, and the end that Ctrl-C asks for."""
 import contextlib
 import json
-import math
 import os
 import resource
 import secrets
@@ -20,10 +19,10 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from episode import with_files
+from episode import rounded, with_files
 from losses import LOSSES, clip_range
 from runtime import ranks
-from runtime.files import finite_or_none, write_whole
+from runtime.files import finite_or_none, parsed, temporary_of, write_whole
 
 LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
 
@@ -79,20 +78,14 @@ class Clock:
                             "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def written_by(line: str, iteration: int) -> bool:
-    """Whether a line of a .jsonl is whole and of that iteration or an earlier one."""
-    try:
-        return json.loads(line)["iteration"] <= iteration
-    except (ValueError, KeyError, TypeError):  # cut off when the run was killed
-        return False
-
-
 def cut(path: Path, done: int):
     """Leaves a .jsonl with the whole lines of the first `done` iterations: the others were written after the checkpoint."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(path, errors="replace") as lines, open(temporary, "w") as kept:
-        kept.writelines(line for line in lines if line.endswith("\n") and written_by(line, done))
-    os.replace(temporary, path)
+    with open(path, "rb") as lines, open(temporary_of(path), "wb") as kept:
+        for line in lines:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when the run was killed
+                if line.endswith(b"\n") and parsed(line)["iteration"] <= done:
+                    kept.write(line)
+    os.replace(temporary_of(path), path)
 
 
 def clipped_share(objective, log_ratio_N) -> float | None:
@@ -123,7 +116,7 @@ def replay_record(args, objective, iteration: int, step: int, buffer, held: dict
             for name, value in zip(drawn, (int(age), float(weight), int(episode.advantages.any()),
                                            int(episode.action_mask.sum()), *numbers)):
                 drawn[name].append(value if value is None else round(value, 6))
-    return {"iteration": iteration, "step": step, "tau": buffer.tau if math.isfinite(buffer.tau) else None, "alpha": buffer.alpha,
+    return {"iteration": iteration, "step": step, "tau": buffer.tau, "alpha": buffer.alpha,
             "age_unit": "iteration" if "age_in_iterations" in args.released else "step", "uses": held["uses"],
             "buffer": {name: held[name] for name in ("age", "count", "priority", "mass")}, "drawn": drawn}
 
@@ -131,8 +124,7 @@ def replay_record(args, objective, iteration: int, step: int, buffer, held: dict
 def drift_record(iteration: int, step: int, ages, log_ratios, kl) -> dict:
     """A line of drift.jsonl: the age of each probed episode, its log current/behaviour, and the estimate of KL(behaviour ||
     current) from its tokens. A uniform draw, so that KL and ESS of an age can be had from it."""
-    return {"iteration": iteration, "step": step, "age": [int(age) for age in ages],
-            "log_ratio": [round(float(log_ratio), 5) for log_ratio in log_ratios], "kl": [round(float(value), 5) for value in kl]}
+    return {"iteration": iteration, "step": step, "age": list(ages), "log_ratio": rounded(log_ratios), "kl": rounded(kl)}
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
@@ -219,7 +211,7 @@ class RunLog:
         """The six numbers that matter, and held-out success over time. The age is that of what was drawn, without replay that on
         arrival."""
         form = lambda key, spec: "-" if metrics.get(key) is None else format(metrics[key], spec)  # noqa: E731
-        if not self.successes and metrics["eval/start_success"] is not None:
+        if not self.successes:
             self.successes.append(metrics["eval/start_success"])
         if metrics["eval/success"] is not None:
             self.successes.append(metrics["eval/success"])

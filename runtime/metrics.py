@@ -7,10 +7,8 @@ import torch
 from episode import PLAYED
 from judge import has_signal
 from runtime import ranks
+from runtime.ledger import ratio
 from runtime.tensors import LOG_RATIO_LIMIT, check, check_mask, clamp_log_ratio, floats, masked, sequence_log_ratio
-
-
-# ------------------------------------------------------------------------------------------------------- an update
 
 
 DIAGNOSTICS = ("ratio_mean", "ratio_max", "ratio_min", "max_abs_ratio_minus_1", "ess_token", "ess_sequence", "chi2",
@@ -53,9 +51,6 @@ def explained_variance(values_BT, returns_BT, mask_BT):
     return float(1 - (returns_N - values_N).var(correction=0) / returns_N.var(correction=0))
 
 
-# ------------------------------------------------------------------------------------------- an iteration's updates
-
-
 EVERY_UPDATE = ("loss", "grad_norm", "lr", "steps", "without_signal", "nonfinite", "tokens_trained", "clip_fraction",
                 "correction_weight", "entropy", *DIAGNOSTICS)  # None in iterations without an update, so that curves have gaps there
 SUMMED = ("steps", "tokens_trained", "tokens_computed", "without_signal", "nonfinite", "clamped")
@@ -78,7 +73,8 @@ def merged(updates: list[dict]) -> dict:
     return result
 
 
-# ------------------------------------------------------------------------------------------------- an iteration
+def mean(values) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def under(name: str, metrics: dict) -> dict:
@@ -94,24 +90,19 @@ def outline(episode, sound: bool) -> dict:
 
 def fresh_metrics(played: list[dict], stored: int, buffer, step: int, oldest: float) -> dict:
     """`step` is that of their arrival; those sampled before the step `oldest` were dropped."""
-    if not played:
-        return {"episodes": 0, "dropped_stale": 0} | dict.fromkeys((
-            "reward", "success", "turns", "truncated", "context_full", "overlong", "env_errors", "parse_failures", "length_stops",
-            "tokens_per_episode", "signal_share", "stored_share", "staleness_mean", "staleness_max", "version_span_mean"))
     info = {key: [row["info"][key] for row in played] for key in PLAYED}
-    turns = max(1, sum(info["turns"]))
+    turns = sum(info["turns"]) or len(played)  # without a turn nothing failed
     staleness = [step - row["policy_step"] for row in played]
-    return {"episodes": len(played), "staleness_mean": np.mean(staleness), "staleness_max": max(staleness),
-            "version_span_mean": np.mean([row["last_policy_step"] - row["policy_step"] for row in played]),
+    return {"episodes": len(played), "staleness_mean": mean(staleness), "staleness_max": max(staleness, default=None),
+            "version_span_mean": mean([row["last_policy_step"] - row["policy_step"] for row in played]),
             "dropped_stale": sum(row["policy_step"] < oldest for row in played),
-            "reward": np.mean([row["reward"] for row in played]), "success": np.mean(info["success"]),
-            "turns": np.mean(info["turns"]), "truncated": np.mean(info["truncated"]),
-            "context_full": np.mean(info["context_full"]), "overlong": np.mean(info["overlong"]),
-            "env_errors": np.mean([bool(error) for error in info["env_error"]]),
-            "parse_failures": sum(info["parse_failures"]) / turns, "length_stops": sum(info["length_stops"]) / turns,
-            "tokens_per_episode": np.mean([row["tokens"] for row in played]),
-            "signal_share": np.mean([row["signal"] for row in played]),
-            "stored_share": stored / len(played) if buffer is not None else None}
+            "reward": mean([row["reward"] for row in played]),
+            **{name: mean(info[name]) for name in ("success", "turns", "truncated", "context_full", "overlong")},
+            "env_errors": mean([bool(error) for error in info["env_error"]]),
+            "parse_failures": ratio(sum(info["parse_failures"]), turns), "length_stops": ratio(sum(info["length_stops"]), turns),
+            "tokens_per_episode": mean([row["tokens"] for row in played]),
+            "signal_share": mean([row["signal"] for row in played]),
+            "stored_share": ratio(stored, len(played)) if buffer is not None else None}
 
 
 def partnered(episodes) -> list[bool]:
@@ -160,21 +151,17 @@ def use_stats(counts: dict[str, int]) -> dict[str, float | int | None]:
     return {
         "added_total": counts["added"],
         "drawn_total": counts["drawn"],
-        "replay_ratio": _ratio(counts["drawn"], counts["added"]),
-        "new_fraction": _ratio(counts["first_uses"], counts["drawn"]),
-        "steps_since_last_use_mean": _ratio(counts["reuse_gap"], counts["drawn"] - counts["first_uses"]),
+        "replay_ratio": ratio(counts["drawn"], counts["added"]),
+        "new_fraction": ratio(counts["first_uses"], counts["drawn"]),
+        "steps_since_last_use_mean": ratio(counts["reuse_gap"], counts["drawn"] - counts["first_uses"]),
         "evicted_total": counts["evicted"],
         "evicted_unused_total": counts["evicted_unused"],
-        "evicted_unused_fraction": _ratio(counts["evicted_unused"], counts["evicted"]),
-        "uses_of_retired_mean": _ratio(counts["retired_uses"], counts["evicted"] + counts["dropped_by_age"]),
+        "evicted_unused_fraction": ratio(counts["evicted_unused"], counts["evicted"]),
+        "uses_of_retired_mean": ratio(counts["retired_uses"], counts["evicted"] + counts["dropped_by_age"]),
         "dropped_by_age_total": counts["dropped_by_age"],
-        "dropped_by_age_tokens_mean": _ratio(counts["dropped_by_age_tokens"], counts["dropped_by_age"]),
+        "dropped_by_age_tokens_mean": ratio(counts["dropped_by_age_tokens"], counts["dropped_by_age"]),
         "stale_updates_total": counts["stale_updates"],
     }
-
-
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None
 
 
 def buffer_stats(args, buffer, now: int) -> dict:
@@ -204,4 +191,4 @@ def task_averages(outcomes: list[dict]) -> dict:
     """The task's own numbers (reward components, exact match, ...): means over the episodes that have them."""
     keys = dict.fromkeys(key for row in outcomes for key in row["info"] if key not in PLAYED)
     told = {key: [row["info"][key] for row in outcomes if isinstance(row["info"].get(key), (bool, int, float))] for key in keys}
-    return {key: float(np.mean(values)) for key, values in told.items() if values}
+    return {key: mean(values) for key, values in told.items() if values}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import parse_flag_from_env as option  # a switch of its config, which the launcher passes on
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,12 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from models import Critic
 
-BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
 PATIENCE = timedelta(hours=2)  # of ranks for one that samples longer or writes a checkpoint; the launcher sees one that died
 
 
 def world() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -45,9 +45,9 @@ def silence_others():
 
 def start() -> Accelerator:
     """Joins the other processes. ValueError if the launcher promised more of them than came, or asks for what is not done."""
-    promised, on_cpu = int(os.environ.get("WORLD_SIZE", 1)), not torch.cuda.is_available()
-    lonely = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
-    if lonely:  # accelerate's launcher for CPUs sets a meeting point and then starts a single process
+    promised = int(os.environ.get("WORLD_SIZE", 1))
+    if {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        # accelerate's launcher for CPUs sets a meeting point and then starts a single process
         raise ValueError("`accelerate launch` was asked for several processes on a CPU and silently started one; use "
                          "torchrun --nproc_per_node N train.py ...")
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -63,7 +63,7 @@ def start() -> Accelerator:
                               ("FSDP_ACTIVATION_CHECKPOINTING", "false", "use --gradient-checkpointing")):
         if option("ACCELERATE_USE_FSDP") and os.environ.get(name, wanted).lower() != wanted:
             raise ValueError(f"{name.lower()} in the accelerate config must be {wanted}: {why}")
-    accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
     if accelerator.num_processes != promised:
         raise ValueError(f"the launcher says {promised} processes (WORLD_SIZE), but this one sees {accelerator.num_processes}; "
                          "start them with torchrun --nproc_per_node N or accelerate launch --num_processes N")
@@ -99,7 +99,7 @@ def close(code: int = 0):
     """Ends the exchange when all is written; and this process at once, since torch's threads of an exchange that still hold
     tensors while the interpreter ends can abort it, and a run that is done would count as failed (pytorch#179291). All end with
     an error `code` together, and signals are ignored then: at the first such end the launcher sends SIGTERM to the others."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         if code:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -110,7 +110,7 @@ def close(code: int = 0):
         os._exit(code)
 
 
-# ------------------------------------------------------------------------------------------------------- exchanges
+# ------------------------------------------------------------------------------------------- exchanges and shares
 
 
 def gathered(value) -> list:
@@ -125,8 +125,6 @@ def gathered(value) -> list:
 def joined(rows):
     """The rows of all ranks, in the order of the ranks: lists, (N,) arrays or tensors."""
     parts = gathered(rows)
-    if len(parts) == 1:
-        return rows
     if isinstance(rows, list):
         return sum(parts, [])
     return torch.cat(parts) if isinstance(rows, torch.Tensor) else np.concatenate(parts)
@@ -134,8 +132,6 @@ def joined(rows):
 
 def stacked(rows_BT: torch.Tensor) -> torch.Tensor:
     """(B, T) of every rank as one tensor, padded on the right with zeros."""
-    if world() == 1:
-        return rows_BT
     parts = gathered(rows_BT)
     width = max(part.shape[1] for part in parts)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
@@ -153,16 +149,6 @@ def lowest(value):
     return min(gathered(value))
 
 
-def agreed(value: bool) -> bool:
-    """Whether it is so on every rank."""
-    return all(gathered(bool(value)))
-
-
-def somewhere(value: bool) -> bool:
-    """Whether it is so on any rank."""
-    return any(gathered(bool(value)))
-
-
 def common(value):
     """The first rank's value."""
     return gathered(value)[0]
@@ -170,9 +156,6 @@ def common(value):
 
 def barrier():
     gathered(None)
-
-
-# ---------------------------------------------------------------------------------------------------------- shares
 
 
 def share(count: int, turn: int = 0) -> slice:
@@ -190,11 +173,7 @@ def seed(seed: int) -> int | list[int]:
 
 
 def share_size(count: int) -> int:
-    part = share(count)
-    return part.stop - part.start
-
-
-# ------------------------------------------------------------------------------------------------------- gradients
+    return len(range(count)[share(count)])
 
 
 @torch.no_grad()
@@ -203,32 +182,16 @@ def sum_gradients(parameters):
     sharded weights were summed by the backward pass."""
     if world() == 1 or sharded():
         return
-    waiting, size = [], 0
+    under_way = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if waiting and (size + parameter.numel() > BUCKET or parameter.dtype != waiting[0].dtype):
-            sum_bucket(waiting)
-            waiting, size = [], 0
-        waiting.append(parameter.grad)
-        size += parameter.numel()
-    if waiting:
-        sum_bucket(waiting)
-
-
-def sum_bucket(gradients: list[torch.Tensor]):
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(part.view_as(gradient))
+        under_way.append(dist.all_reduce(parameter.grad, async_op=True))
+    for exchange in under_way:
+        exchange.wait()
 
 
 # ------------------------------------------------------------------------------------------------- sharded weights
-
-
-def option(name: str) -> bool:
-    """A switch of the accelerate config, which its launcher passes on in the environment."""
-    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
 def sharded() -> bool:

@@ -1,5 +1,4 @@
 """A replay buffer in files, and dealt anew over another number of processes."""
-import json
 import os
 import secrets
 from pathlib import Path
@@ -8,29 +7,23 @@ import numpy as np
 
 from buffer import ReplayBuffer
 from runtime.entries import require_same
+from runtime.files import read_state, write_state
 
 
 def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
     """Write buffer.json and the .npz that it names into `folder`; a crash leaves the earlier pair whole."""
-    folder, state = Path(folder), buffer.state_dict()
+    folder, name = Path(folder), f"buffer-{secrets.token_hex(4)}"
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    values = {name: value for name, value in state.items() if name not in arrays}
-    values["arrays"] = f"buffer-{secrets.token_hex(4)}.npz"
-    with open(folder / values["arrays"], "wb") as file:
-        np.savez(file, **arrays)
-    (folder / "buffer.json.tmp").write_text(json.dumps(values))
-    os.replace(folder / "buffer.json.tmp", folder / "buffer.json")
-    for old in folder.glob("buffer-*.npz"):
-        if old.name != values["arrays"]:
-            old.unlink()
+    earlier = list(folder.glob("buffer-*"))
+    write_state(folder / name, buffer.state_dict() | {"arrays": f"{name}.npz"})
+    os.replace(folder / f"{name}.json", folder / "buffer.json")
+    for old in earlier:
+        old.unlink()
 
 
 def load_buffer(folder: str | Path) -> ReplayBuffer:
     """The buffer that `save_buffer(buffer, folder)` wrote."""
-    state = json.loads((Path(folder) / "buffer.json").read_text())
-    with np.load(Path(folder) / Path(state["arrays"]).name, allow_pickle=False) as arrays:
-        state |= dict(arrays)
+    state = read_state(Path(folder) / "buffer")
     buffer = ReplayBuffer(**state["config"])
     buffer.load_state_dict(state)
     return buffer

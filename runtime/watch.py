@@ -1,4 +1,5 @@
 """What may be going wrong in a run: where a number stops being finite, and what is worth a warning, with the flag that helps."""
+import contextlib
 import math
 from functools import partial
 
@@ -19,9 +20,6 @@ CUT = 0.9  # share of answers that hit --max-new-tokens
 TOO_OLD, TOO_OLD_HISTORY = 0.5, 6  # share of the episodes of so many iterations that are dropped by --max-staleness
 
 
-# --------------------------------------------------------------------------------------------------- where it starts
-
-
 def few(names: list[str], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -32,7 +30,7 @@ def named(episodes) -> str:
 
 def bad_rows(name: str, tensor, episodes) -> str | None:
     """`name` and the episodes whose row of `tensor` (B, ...) is not finite, or None."""
-    if not torch.is_floating_point(tensor) or bool(tensor.isfinite().all()):
+    if bool(tensor.isfinite().all()):
         return None
     rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
@@ -65,12 +63,10 @@ def first_bad_module(model, forward) -> str | None:
                              for part in parts):
             found.append(f"{name or 'the whole model'} ({type(module).__name__})")
 
-    handles = [module.register_forward_hook(partial(look, name=name)) for name, module in model.named_modules()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_hook(partial(look, name=name)))
         forward()
-    finally:
-        for handle in handles:
-            handle.remove()
     return found[0] if found else None
 
 
@@ -100,9 +96,6 @@ def where_not_finite(learner, metrics: dict, forward, gradients) -> str:
     return "the norm of finite gradients"
 
 
-# --------------------------------------------------------------------------------------------------- told once
-
-
 class Watch:
     """Looks at each iteration and says once, with the likely cause and the flags that help, what may be going wrong. Its state
     goes into checkpoints, so that a resumed run does not say it again."""
@@ -115,8 +108,8 @@ class Watch:
         return {"told": self.told, "norms": self.norms, "entropy": self.entropy, "dropped": self.dropped}
 
     def load_state_dict(self, state: dict):
-        self.told, self.norms, self.entropy = state["told"], state["norms"], state["entropy"]
-        self.dropped = state.get("dropped", [])
+        """An older code's state lacks `dropped`."""
+        vars(self).update(state)
 
     def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict], too_old: int = 0) -> list[str]:
         """New warnings after an iteration: the `info` of its episodes, the metrics of its updates, and how many episodes were
@@ -195,9 +188,6 @@ class Watch:
             return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "
                     f"token, effective sample size {ess:.1%}, {clamped or 0:.0f} log-ratios beyond 20. Likely {cause}"}
         return {}
-
-
-# --------------------------------------------------------------------------------------------------- ends the run
 
 
 def refuse_broken(args, iteration: int, played: list[dict], context_length: int):
