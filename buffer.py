@@ -12,16 +12,7 @@ from itertools import chain
 import numpy as np
 
 from episode import Episode, one_of, require
-from runtime.entries import (
-    NONE,
-    Entries,
-    checked_birthdays,
-    checked_priorities,
-    log,
-    means_of_repeats,
-    require_same,
-    rows_by_group,
-)
+from runtime.entries import NONE, Entries, checked_birthdays, checked_priorities, log, means_of_repeats, require_same, rows_by_group
 
 # Beside what `Entries` has: what a free slot holds. log_base is in force; real_log_base differs until a "max" is drawn.
 COLUMNS = {"log_base": -math.inf, "real_log_base": -math.inf, "correct": False}

@@ -10,23 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from judge import batches_of, idle_row, mask_of, padded, pixels_of, reference_score, score, tokens_read, values_and_rewards
-from losses import (
-    ADVANTAGES,
-    LOSSES,
-    Objective,
-    aggregate,
-    compute_advantages,
-    gae,
-    kl,
-    m2po_bound,
-    objective_of,
-    policy_loss,
-    step_denominator,
-    tba_log_z,
-    vtrace,
-    whitened,
-    zero_advantage_is_silent,
-)
+from losses import (ADVANTAGES, LOSSES, Objective, aggregate, compute_advantages, gae, kl, m2po_bound, objective_of, policy_loss,
+                    step_denominator, tba_log_z, vtrace, whitened, zero_advantage_is_silent)
 from models import Critic, recompute_layers, recomputing, token_logprobs
 from runtime import ranks
 from runtime.masters import MasterAdamW

@@ -10,14 +10,8 @@ import torch
 import transformers
 from rich.progress import Progress
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3Processor,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import (Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, LlamaConfig, LlamaForCausalLM,
+                          PreTrainedTokenizerFast)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from envs import up_to

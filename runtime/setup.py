@@ -32,15 +32,8 @@ from policies import policy_folder
 from policies.chat import Chat
 from problems import ProblemSampler
 from runtime import ranks
-from runtime.checkpoints import (
-    GlobalRandomness,
-    checkpoint_to_resume,
-    fingerprint,
-    load_checkpoint,
-    save_checkpoint,
-    surroundings,
-    warn_of_changes,
-)
+from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerprint, load_checkpoint, save_checkpoint,
+                                 surroundings, warn_of_changes)
 from runtime.files import claim, fail, flat, give_back, taken, task_files, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog

@@ -10,19 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from look import compare
-from look.compare import (
-    CompareArgs,
-    Run,
-    bootstrap_interval,
-    grouped,
-    interquartile_mean,
-    judge,
-    probability_of_improvement,
-    read_run,
-    spread,
-    task_of,
-    verdict,
-)
+from look.compare import (CompareArgs, Run, bootstrap_interval, grouped, interquartile_mean, judge, probability_of_improvement,
+                          read_run, spread, task_of, verdict)
 
 CONFIG = {"name": "x", "seed": 0, "runs_dir": "runs", "wandb": "off", "env": "frozenlake", "env_options": {"size": "4"},
           "lr": 1e-3, "replay": "fresh", "replay_updates": 2, "iterations": 4}

@@ -23,18 +23,8 @@ from buffer import PRIORITIES, ReplayBuffer
 from envs import make_env_factory, parse_answer
 from episode import episode_record
 from look.viewer import page, page_data
-from losses import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    ALGORITHMS,
-    CORRECTIONS,
-    KLS,
-    LOSSES,
-    RATIO_CORRECTIONS,
-    compute_advantages,
-    kl,
-    policy_loss,
-)
+from losses import (ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSSES, RATIO_CORRECTIONS, compute_advantages, kl,
+                    policy_loss)
 from rollout import collect
 from runtime import watch
 from runtime.files import finite_or_none

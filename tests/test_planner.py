@@ -7,17 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from look.planner import (
-    best_feasible,
-    feasible,
-    fitted_alpha,
-    main,
-    measured_alpha,
-    objective,
-    samplers_per_trainer,
-    step_cost,
-    unconstrained,
-)
+from look.planner import (best_feasible, feasible, fitted_alpha, main, measured_alpha, objective, samplers_per_trainer, step_cost,
+                          unconstrained)
 
 TABLE = [  # mu, rho, alpha, x*, y* as the notes on the paper list them, each with the step of its last digit
     (1, 0.1, 0.1, 6.667, 2.000, 1e-3), (4, 0.1, 0.1, 12.871, 4.745, 1e-3), (4, 1, 0.1, 2.514, 1.692, 1e-3),

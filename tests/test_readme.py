@@ -17,7 +17,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"list", "help", "x", "y", "mu", "alpha", "rho", "from", "out", "target", "problems", "temperature", "max_episodes",  # of eval.py
           "config_file", "num_processes", "nproc_per_node", "cpu", "machine_rank",  # of launchers
           "main_process_ip", "main_process_port", "num_machines",
-          "enable_lora", "max_lora_rank", "max_model_len", "max_num_batched_tokens", "no_enable_chunked_prefill"}  # of vLLM's server
+          "enable_lora", "max_lora_rank", "max_model_len", "max_num_batched_tokens", "no_enable_chunked_prefill",
+          "generation_config", "logprobs_mode", "port"}  # of vLLM's server
 SCALING = (ROOT / "docs" / "scaling.md").read_text()
 COMMANDS = [line.strip() for line in SCALING.replace("\\\n", "").splitlines() if line.startswith("    ") and " train.py " in line]
 

@@ -29,26 +29,9 @@ pytest.importorskip("pyarrow")
 import rollout
 from envs import MissingData
 from tasks import search_qa
-from tasks.search_qa import (
-    PACKAGED,
-    PROMPTS,
-    BM25Retriever,
-    RetrieverError,
-    SearchQA,
-    cached,
-    f1_score,
-    holds_answer,
-    make_search,
-    neutral,
-    normalize,
-    parse_turn,
-    question_of,
-    read_corpus,
-    read_questions,
-    read_squad,
-    read_table,
-    terms,
-)
+from tasks.search_qa import (PACKAGED, PROMPTS, BM25Retriever, RetrieverError, SearchQA, cached, f1_score, holds_answer,
+                             make_search, neutral, normalize, parse_turn, question_of, read_corpus, read_questions, read_squad,
+                             read_table, terms)
 
 
 @pytest.fixture(scope="session")
