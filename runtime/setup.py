@@ -44,7 +44,7 @@ from settings import MAY_CHANGE_ON_RESUME, Args, parse_args
 from update import Learner, make_learner
 
 COUNTERS = ("iteration", "step", "episodes", "tokens", "best", "start", "last", "bad_updates", "replay_updates", "minutes", "jobs")
-MEMORIES = ("randomness", "problems", "watch", "buffer", "drift", "recent")  # of Run, in checkpoints by these names
+MEMORIES = ("random", "problems", "watch", "buffer", "drift", "recent")  # of Run, in checkpoints by these names
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Run:
     chat: Chat
     learner: Learner
     play: dict  # what `collect` is told, in training and in evaluation
-    randomness: GlobalRandomness
+    random: GlobalRandomness  # Python's, NumPy's and torch's global generators
     problems: ProblemSampler
     watch: Watch
     ledger: Ledger
@@ -192,7 +192,7 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
     run = Run(args, folder, make_env, train_problems, heldout_problems, start_folder, processor, chat, learner,
               play={"max_turns": args.max_turns, "max_new_tokens": args.max_new_tokens, "format_penalty": args.format_penalty,
                     "parallel": args.engine_options["parallel"], "context_length": context_length},
-              randomness=GlobalRandomness(args.seed),
+              random=GlobalRandomness(args.seed),
               problems=make_problem_sampler(args, len(train_problems)),
               watch=Watch(args), stores_all=stores_everything(args),
               ledger=Ledger({}, parameters, lora=args.lora_rank > 0, critic=learner.critic is not None,
@@ -264,8 +264,7 @@ def resumed(run: Run, checkpoint: Path) -> dict:
 
 def memories_of(run: Run) -> dict:
     """What has a state of its own, by its name in checkpoints."""
-    names = {"randomness": "random"}
-    return {names.get(name, name): getattr(run, name) for name in MEMORIES if getattr(run, name) is not None}
+    return {name: getattr(run, name) for name in MEMORIES if getattr(run, name) is not None}
 
 
 def finished(run: Run) -> bool:
