@@ -19,7 +19,8 @@ import sys
 SUBCOMMANDS = {"compare": "look.compare", "replay": "look.replay", "show": "look.viewer", "plan": "look.planner",
                "fits": "look.fits"}  # word: its module
 if __name__ == "__main__" and sys.argv[1:] and sys.argv[1] in SUBCOMMANDS:  # before torch is imported, which takes seconds
-    sys.exit(importlib.import_module(SUBCOMMANDS[sys.argv[1]]).main(sys.argv[2:]))
+    importlib.import_module(SUBCOMMANDS[sys.argv[1]]).main(sys.argv[2:])
+    sys.exit()
 
 import os
 
@@ -260,22 +261,22 @@ def main(arguments: EvalArgs) -> dict:
     try:
         args.env_options = options_for(arguments.source, load_env(args.env)) | args.env_options  # as train.py does
         make_env = make_env_factory(args.env, args.env_options)
-        problem_ids = list(map(int, up_to(make_env(), "heldout", count) if args.eval_problems is None else
-                               make_env().problems("heldout", count)))
-        count = len(problem_ids)
-        if folder in ("tiny", "tiny-vlm", "smollm2"):
-            args.model = folder
-            folder = policy_folder(args, make_env())
+        env = make_env()
+        problems = up_to(env, "heldout", count) if args.eval_problems is None else env.problems("heldout", count)
+        problem_ids = list(map(int, problems))
+        args.model = folder
+        folder = policy_folder(args, env)
     except (MissingData, ValueError) as error:
         fail(str(error))
 
+    count = len(problem_ids)
     out = Path(arguments.out or home / "eval.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     log = out.with_name(f"{out.stem}_episodes.jsonl")
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
         "temperature": temperature}
-    task = [path.read_text() for path in task_files(make_env())]  # an edited task is another one
+    task = [path.read_text() for path in task_files(env)]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in whole_lines(log)
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again
@@ -303,15 +304,13 @@ def main(arguments: EvalArgs) -> dict:
     return result
 
 
-def nearest_subcommand(word: str) -> list[str]:
-    return [] if Path(word).exists() else difflib.get_close_matches(word, SUBCOMMANDS, n=1, cutoff=0.7)
-
-
 def dispatch(argv: list[str]):
-    if argv and argv[0] in SUBCOMMANDS:
-        importlib.import_module(SUBCOMMANDS[argv[0]]).main(argv[1:])
-    elif argv and nearest_subcommand(argv[0]):
-        fail(f"{argv[0]} is no sub-command and no run; did you mean {nearest_subcommand(argv[0])[0]}? {LISTED}")
+    word = argv[0] if argv else ""
+    near = difflib.get_close_matches(word, SUBCOMMANDS, n=1, cutoff=0.7)
+    if word in SUBCOMMANDS:
+        importlib.import_module(SUBCOMMANDS[word]).main(argv[1:])
+    elif near and not Path(word).exists():
+        fail(f"{word} is no sub-command and no run; did you mean {near[0]}? {LISTED}")
     else:
         main(tyro.cli(EvalArgs, args=argv, prog="eval.py", description=__doc__, config=(tyro.conf.FlagConversionOff,)))
 

@@ -9,6 +9,7 @@ is extrapolated: a group's curve ends where its shortest seed ends, and groups a
 """
 import csv
 import difflib
+import functools
 import json
 import string
 import textwrap
@@ -29,7 +30,6 @@ NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wa
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
           "seconds": ("time/iteration_s", "seconds"), "compute": ("cost/flops", "floating-point operations")}
-SUMMED = ("seconds",)  # logged for each iteration; the other axes are logged as totals
 LINES = ("-", "--", ":")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito, without yellow
 FEWEST_SEEDS = 5  # below, the bootstrap over seeds is too narrow to claim anything
@@ -37,7 +37,6 @@ FEWEST_SEEDS = 5  # below, the bootstrap over seeds is too narrow to claim anyth
 
 @dataclass
 class CompareArgs:
-    """Compare runs over their seeds."""
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Run folders. Those that differ in nothing but the seed form a group."""
     x: Literal["episodes", "steps", "tokens", "seconds", "compute"] = "episodes"
@@ -85,10 +84,6 @@ class Run:
 # --------------------------------------------------------------------------------------------------------- statistics
 
 
-def mean(values_NM: np.ndarray) -> np.ndarray:
-    return values_NM.mean(axis=0)
-
-
 def interquartile_mean(values_NM: np.ndarray) -> np.ndarray:
     """Mean over rows without the lowest and the highest quarter, floor(N/4) rows each (Agarwal et al. 2021).
 
@@ -99,6 +94,7 @@ def interquartile_mean(values_NM: np.ndarray) -> np.ndarray:
     return np.sort(values_NM, axis=0)[cut:len(values_NM) - cut].mean(axis=0)
 
 
+mean = functools.partial(np.mean, axis=0)
 STATISTICS = {"mean": mean, "iqm": interquartile_mean}
 
 
@@ -111,8 +107,7 @@ def bootstrap_interval(*samples: np.ndarray, statistic: Callable = mean, draws: 
 
 
 def probability_of_improvement(a_N: np.ndarray, b_M: np.ndarray) -> float:
-    """Chance that a run of a beats a run of b, ties counted half (Agarwal et al. 2021;
-    Mann-Whitney's U over NM).
+    """Chance that a run of a beats a run of b, ties counted half (Agarwal et al. 2021; Mann-Whitney's U over NM).
 
     >>> probability_of_improvement(np.array([1.0, 3.0]), np.array([2.0, 1.0]))  # (0.5 + 0 + 1 + 1) / 4
     0.625
@@ -139,7 +134,7 @@ def read_run(path: Path, x: str, y: str) -> Run:
     if not all(isinstance(line.get(key), (int, float)) for line in lines):
         raise ValueError(f"its metrics have no {key}, which --x {x} counts")
     places = np.array([line[key] for line in lines], dtype=float)
-    places = np.cumsum(places) if x in SUMMED else places
+    places = np.cumsum(places) if x == "seconds" else places  # the other axes are logged as totals
     points = [(place, line[y]) for place, line in zip(places, lines) if isinstance(line.get(y), (int, float))]
     if not points:
         near = difflib.get_close_matches(y, keys, n=1)
@@ -152,7 +147,7 @@ def read_run(path: Path, x: str, y: str) -> Run:
 def task_of(config: dict) -> dict:
     """What decides which problems are asked and how they are scored; the wording of the prompt is a setting."""
     options = config.get("env_options") or {key: config[key] for key in ("board_size", "slippery") if key in config}
-    return {"env": config["env"], **{key: value for key, value in options.items() if key != "prompt"}}
+    return {"env": config["env"]} | {key: value for key, value in options.items() if key != "prompt"}
 
 
 def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
@@ -308,7 +303,7 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
         values = np.array([run.at(grid) for run in runs])
         curves.plot(grid, statistic(values), linewidth=2, drawstyle="steps-post", **look)
         curves.plot(last, statistic(values)[-1], "o", color=look["color"], markersize=5)
-        ends.append((last, statistic(values)[-1]))
+        ends.append((last, statistic(values)[-1], look["color"]))
         if len(runs) > 1:
             low, high = bootstrap_interval(values, statistic=statistic)
             curves.fill_between(grid, low, high, step="post", color=look["color"], alpha=0.15, linewidth=0)
@@ -324,11 +319,10 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
     if args.target is not None:
         curves.axhline(args.target, color="grey", linewidth=0.8, linestyle="--")
         curves.text(curves.get_xlim()[0], args.target, f" target {args.target:g}", color="dimgrey", va="bottom", fontsize=9)
-    heights = spread([height for _, height in ends], gap=0.045 * float(np.diff(curves.get_ylim())[0]))
-    for row, (x, _), height in zip(rows, ends, heights):
-        curves.annotate(row["group"], (x, height), (7, 0), textcoords="offset points", va="center", fontsize=10,
-                        color=COLOURS[string.ascii_uppercase.index(row["group"]) % len(COLOURS)], fontweight="bold",
-                        bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
+    heights = spread([height for _, height, _ in ends], gap=0.045 * float(np.diff(curves.get_ylim())[0]))
+    for row, (x, _, color), height in zip(rows, ends, heights):
+        curves.annotate(row["group"], (x, height), (7, 0), textcoords="offset points", va="center", fontsize=10, color=color,
+                        fontweight="bold", bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
     kind, unit = "Interquartile mean" if args.statistic == "iqm" else "Mean", X_AXES[args.x][1]
     curves.set(xlabel=unit, ylabel=args.y)
     few = "; too few seeds for a claim" if min(row["seeds"] for row in rows) < FEWEST_SEEDS else ""

@@ -31,7 +31,6 @@ OVERHEAD = 1.5  # GiB of a GPU that CUDA's context, its libraries and fragments 
 
 @dataclass
 class FitsArgs:
-    """The memory that training needs on each GPU, in GiB."""
     model: str | None = None
     """Folder of a model, a checkpoint or a run, a hub id, or smollm2. None: the table of the README, which takes no flags."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -70,9 +69,8 @@ def parameters(shape: dict) -> dict[str, int]:
 def adapters(shape: dict, rank: int) -> int:
     """Weights of LoRA on all linear layers but the output matrix."""
     hidden, wide, narrow = shape["hidden"], shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
-    pairs = ((hidden, wide), (hidden, narrow), (hidden, narrow), (wide, hidden),
-             *[(hidden, shape["intermediate"])] * 2, (shape["intermediate"], hidden))
-    return shape["layers"] * rank * sum(map(sum, pairs))
+    sides = 2 * (hidden + wide) + 2 * (hidden + narrow) + 3 * (hidden + shape["intermediate"])  # of its seven matrices
+    return shape["layers"] * rank * sides
 
 
 def kept_by_layer(shape: dict, width: int, lora: bool = False) -> int:
@@ -97,25 +95,23 @@ def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, proc
     part, layers = parameters(shape), shape["layers"]
     body = part["layer"] * layers + part["embedding"] + shape["hidden"]
     policy = body + part["head"]
-    trained = adapters(shape, lora_rank) if lora_rank else policy
-    trained_width = 4 if lora_rank else width  # adapters are kept in float32
-    critic_weights, critic_trained = (body, trained if lora_rank else body) if critic else (0, 0)
-    extra = trained * trained_width if lora_rank else 0
+    added = adapters(shape, lora_rank)  # 0 where there are none
+    trained = (added or policy) + critic * (added or body)
+    trained_width = 4 if added else width  # adapters are kept in float32
     layer = kept_by_layer(shape, width, bool(lora_rank)) * tokens
     inputs = shape["hidden"] * width * tokens
     kept = (1 + critic) * layers * (inputs if gradient_checkpointing else layer)  # both forward passes come before both backward
     outputs = 8 * min(chunk, tokens) * shape["vocabulary"] + 4 * inputs  # logits and their exponentials; the last states
     # the output matrix's gradient adds up in float32, of parts in the weights' type
     head = 0 if lora_rank else (4 if width == 4 else 4 + width) * part["embedding"]
-    short = 0 if trained_width == 4 else trained + critic_trained  # weights with masters
-    gradients = (trained + critic_trained) * trained_width / processes
+    gradients = trained * trained_width / processes
     recomputed = (layer if gradient_checkpointing else 0) + 2 * shape["intermediate"] * width * tokens
     sizes = {
-        "weights": (policy * width + extra) / processes,
-        "masters": 4 * short / processes,
-        "moments": 2 * (trained + critic_trained) * 4 / processes,
+        "weights": (policy * width + 4 * added) / processes,
+        "masters": 0 if trained_width == 4 else 4 * trained / processes,
+        "moments": 2 * trained * 4 / processes,
         "reference": policy * width / processes if kl and not lora_rank else 0,
-        "critic": critic_weights * width / processes,
+        "critic": critic * body * width / processes,
         "activations": kept,
         "gradients": gradients + max(outputs + head, recomputed),  # those of earlier micro-batches, at the logits or in a layer
         # what is gathered of split weights: the first and last matrices, two layers, and a layer's gradients

@@ -13,9 +13,8 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-import yaml
 
-from runtime.files import fail, whole_lines
+from runtime.files import fail, read_yaml, whole_lines
 
 ASSUMED_RHO = 0.1
 LEAST_ALPHA = 0.01
@@ -25,7 +24,6 @@ FEWEST_ITERATIONS = 10  # below, its error is not told
 
 @dataclass
 class PlanArgs:
-    """Optimal N/R and B/R of a replay buffer."""
     mu: float | None = None
     """Cost of generating a batch over the cost of training on it; above 0. The paper measures 5 to 7 (and once words it
     the other way round)."""
@@ -186,7 +184,7 @@ def estimate(args: PlanArgs) -> list[str]:
         plans = [(rho, *best_feasible(args.mu, args.alpha, rho)) for rho in (0.0, 0.1, 1.0)]
         told.append(f"rho {ASSUMED_RHO}: assumed. It cannot be estimated from a run's records, which hold no gradients of single "
                     "episodes; " + ", ".join(f"rho {rho:g} would give N/R {x:.2f} and B/R {y:.2f}" for rho, x, y in plans))
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = read_yaml(run / "config.yaml")
     unit = config.get("replay_options", config)["unit"]  # runs of older versions have it outside
     if unit == "episode" and config["replay"] != "none":
         fresh, last = config["problems_per_iteration"] * config["group_size"], whole_lines(run / "metrics.jsonl")[-1]
@@ -215,9 +213,7 @@ def main(argv: list[str]):
     told = estimate(args) if args.source is not None else []
     check(args)
     x, y = best_feasible(args.mu, args.alpha, args.rho)
-    for line in told:
-        print(line)
-    print(f"mu {args.mu:.4g}, alpha {args.alpha:.4g}, rho {args.rho:g}")
+    print(*told, f"mu {args.mu:.4g}, alpha {args.alpha:.4g}, rho {args.rho:g}", sep="\n")
     print(f"  N/R {x:.2f}   a rollout stays in the buffer for so many steps")
     print(f"  B/R {y:.2f}   it is used so many times on average")
     free_x, free_y = unconstrained(args.mu, args.alpha, args.rho)

@@ -1,9 +1,5 @@
 """One picture of what replay does in a run: what is drawn beside what is held, its age, its drift, what it teaches.
-
-    python eval.py replay runs/NAME                   # writes runs/NAME/replay.png
-
-Reads replay.jsonl and metrics.jsonl, of finished and of running runs alike.
-"""
+It reads replay.jsonl and metrics.jsonl, of finished and of running runs alike."""
 import os
 import textwrap
 from dataclasses import dataclass
@@ -21,17 +17,15 @@ from drift import DriftEstimator
 from runtime.files import fail, read_lines, temporary_of
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#767676"  # Okabe and Ito's: apart for every colour vision
-BUFFER, DRAWN = ("age", "count", "priority", "mass"), ("age", "weight", "ratio", "clip_fraction", "kl", "signal")
+DRAWN = ("age", "weight", "ratio", "clip_fraction", "kl", "signal")
 
 
 def is_whole(record: dict) -> bool:
-    """Whether a line of replay.jsonl has all its lists, of numbers, those of one part of one length."""
-    for part, keys in (("buffer", BUFFER), ("drawn", DRAWN)):
-        lists = {key: np.array(record[part][key], np.float64) for key in keys}
-        if len({values.shape for values in lists.values()}) > 1 or not all(
-                np.isfinite(lists[key]).all() for key in ("age", "count") if key in lists):
-            return False
-    return bool(np.isfinite(np.array(record["uses"] + [record["alpha"], record["tau"] or 0], np.float64)).all())
+    """Whether a line of replay.jsonl has all its numbers; ValueError where lists of one part are not of one length."""
+    ages, counts, *_ = np.array([record["buffer"][key] for key in ("age", "count", "priority", "mass")], np.float64)
+    drawn_ages, *_ = np.array([record["drawn"][key] for key in DRAWN], np.float64)
+    others = np.array(record["uses"] + [record["alpha"], record["tau"] or 0], np.float64)
+    return bool(np.isfinite(np.concatenate([ages, counts, drawn_ages, others])).all())
 
 
 def column(records: list[dict], part: str, key: str) -> np.ndarray:
@@ -71,14 +65,12 @@ def heat(records: list[dict], key: str, age_edges: np.ndarray, iteration_edges: 
     lines = [record["iteration"] for record in records]
     iterations = np.repeat(lines, [len(record["buffer"]["age"]) for record in records])
     known = np.isfinite(values)
-
-    def total(weights):
-        return np.histogram2d(ages[known], iterations[known], (age_edges, iteration_edges), weights=weights)[0]
-    held = total(counts[known])
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = total((values * counts)[known]) / held if key == "priority" else \
-            total(values[known]) / np.histogram(lines, iteration_edges)[0]
-    return np.where(held > 0, mean, np.nan)
+    places = ages[known], iterations[known], (age_edges, iteration_edges)
+    weights = values * counts if key == "priority" else values
+    held, _, _ = np.histogram2d(*places, weights=counts[known])
+    total, _, _ = np.histogram2d(*places, weights=weights[known])
+    of = held if key == "priority" else np.histogram(lines, iteration_edges)[0]
+    return np.divide(total, of, out=np.full(held.shape, np.nan), where=held > 0)
 
 
 def drift(ages: np.ndarray, kl: np.ndarray) -> dict | None:
@@ -120,7 +112,6 @@ def ages_panel(axes, replay, metrics):
     axes.bar(edges[:-1] + 0.74 * width, drawn / drawn.sum(), 0.46 * width, color=BLUE, label="drawn")
     axes.stairs(expected / (expected.sum() or 1), edges, color=ORANGE, linewidth=1.6, label="sampling probability")
     axes.set(title="Ages drawn, beside ages held", xlabel=age_label(replay), ylabel="share, all iterations")
-    axes.legend()
     return ("Blue left of grey: freshness works. Equal shapes: age plays no part (tau is long beside these ages). Blue "
             "should roughly follow the orange line.")
 
@@ -173,7 +164,6 @@ def banded(axes, replay, key, title, ylabel, middle):
 def ratio_panel(axes, replay, metrics):
     banded(axes, replay, "ratio", "Ratio current / sampling policy", "mean token ratio of an episode", "median")
     axes.axhline(1, color=GREY, linestyle=":")
-    axes.legend()
     return ("At 1 the policy still gives these tokens the probability they were sampled with. A band that widens with age: "
             "the data goes stale.")
 
@@ -181,7 +171,6 @@ def ratio_panel(axes, replay, metrics):
 def clip_panel(axes, replay, metrics):
     banded(axes, replay, "clip_fraction", "Tokens outside the clip range", "share of an episode's tokens", "mean")
     axes.set_ylim(bottom=0)
-    axes.legend()
     return ("Outside it, a token that the update would push further out gets no gradient. The higher the line climbs with "
             "age, the less that age still teaches: a shorter tau, or a max_age.")
 
@@ -205,7 +194,6 @@ def kl_panel(axes, replay, metrics):
         used = f"{replay[-1]['tau']:.3g}" if replay[-1]["tau"] else "infinite"
         said = "It does not grow with age." if c <= 0 else \
             f"1/c is {1 / c:.3g} for a token{an_episode}; the run's tau ends at {used}."
-    axes.legend()
     return said + " Drawn episodes are not a fair sample: read the slope as a rough size."
 
 
@@ -217,7 +205,6 @@ def ess_panel(axes, replay, metrics):
     for key, colour, label in curves:
         axes.plot(*series(metrics, key), color=colour, label=label)
     axes.set(title="Effective sample size", xlabel="iteration", ylabel="share of the batch", ylim=(0, 1.05))
-    axes.legend()
     return ("1: all replayed tokens count alike. Falling: a few with large ratios decide the step. Tokens below about 0.5: "
             "replay less, or fresher.")
 
@@ -243,7 +230,6 @@ def signal_panel(axes, replay, metrics):
     axes.plot(*fresh, color=GREY, label="fresh")
     axes.plot(*zip(*drawn) if drawn else ((), ()), color=BLUE, label="replayed")
     axes.set(title="Rows that carry signal", xlabel="iteration", ylabel="share of rows", ylim=(-0.03, 1.05))
-    axes.legend()
     return ("Signal: an advantage other than 0. Grey falls as groups become all right or all wrong; blue above it: replay "
             "brings signal that fresh samples no longer have.")
 
@@ -266,6 +252,8 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
                 axes.set_axis_off()
                 axes.set_title(panel.__name__.removesuffix("_panel").capitalize())
                 sentence = f"No picture: {why}."
+            if axes.get_legend_handles_labels()[0] and not axes.get_legend():
+                axes.legend()
             axes.text(0, -0.19, textwrap.fill(sentence, 68), transform=axes.transAxes, va="top", fontsize=9.5, color="#333333")
         figure.suptitle(title.replace("$", r"\$"), x=0.05, y=0.985, ha="left", fontsize=14)
         figure.subplots_adjust(left=0.05, right=0.98, top=0.93, bottom=0.09, wspace=0.2, hspace=0.55)

@@ -1,9 +1,5 @@
 """One HTML file to page through a run's episodes: no server, no network, everything inlined.
 
-    python eval.py show runs/NAME                       # writes runs/NAME/episodes.html
-    python eval.py show runs/NAME --max-episodes 2000 --out page.html
-    python eval.py show runs/NAME --file eval_episodes.jsonl
-
 The page itself (layout, script) is viewer.html. What a model or a task wrote is hostile text: here it only ever becomes
 JSON inside a script element that is not executed, and there only text nodes.
 """
@@ -81,10 +77,10 @@ def image_uri(run: Path, name: str) -> str:
         raise ValueError(f"cannot read the image {name!r}: {error}") from None
     if content is None:
         raise ValueError(f"the image {name!r} is not inside the run folder")
-    kind = next((kind for start, kind in IMAGE_TYPES.items() if content.startswith(start)), None)
-    if kind is None:
-        raise ValueError(f"the image {name!r} is neither PNG nor JPEG")
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    for start, kind in IMAGE_TYPES.items():
+        if content.startswith(start):
+            return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    raise ValueError(f"the image {name!r} is neither PNG nor JPEG")
 
 
 def page_data(path: Path, limit: int) -> dict:

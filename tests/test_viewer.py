@@ -7,10 +7,12 @@ import select
 import shutil
 import struct
 import subprocess
+import sys
 import zlib
 from html.parser import HTMLParser
 
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,6 +220,12 @@ def test_main_writes_a_page_and_says_what_is_missing(tmp_path, capsys):
     assert [episode["line"] for episode in json.loads(Page(out.read_text()).scripts[0])["episodes"]] == [1, 5, 6, 7]
     assert sorted(path.name for path in run.iterdir()) == ["episodes.html", "episodes.jsonl"]  # no temporary file stays
     assert main([str(run), "--out", str(tmp_path / "other.html")]).is_file()
+
+
+def test_from_the_shell_it_ends_well(tmp_path):
+    run = write(tmp_path / "run", an_episode()).parent
+    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), "show", str(run)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "1 of 1 episodes" in done.stdout
 
 
 @pytest.mark.parametrize("flags, message", [((), "holds no whole episode"), (("--max-episodes", "0"), "at least 1"),
