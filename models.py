@@ -1,4 +1,4 @@
-"""Policies: loading one, the tiny model and its warm start, padding a batch, log-probs of its tokens."""
+"""Policies: loading one, padding a batch, log-probs of its tokens, the critic."""
 import copy
 import functools
 import inspect
@@ -85,11 +85,9 @@ def states_before(body, tokens_BT, mask_BT, pixels: dict | None = None, share: b
 
 def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0, entropy_grad: bool = False,
                    pixels: dict | None = None, share: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each masked token given those before it, and the entropy there (with a gradient only if asked for);
-    (B, T) float32, 0 where the mask is False. Rows are padded on the right, so a causal model needs no attention mask:
-    nothing real looks at the padding. `pixels` are the images' inputs, see `pixel_inputs`. `share`: what several
-    rows begin with is read once, where the model allows it.
-    """
+    """Log-prob of each masked token given those before it, and the entropy there (with a gradient only if asked for); (B, T)
+    float32, 0 where the mask is False. Rows are padded on the right: nothing real looks at the padding. `pixels`: see
+    `pixel_inputs`. `share`: what several rows begin with is read once, where the model allows it."""
     states_NH = states_before(backbone(model), tokens_BT, mask_BT, pixels, share)
     logprobs_N, entropy_N = token_logprobs_from_hidden(states_NH, model.get_output_embeddings().weight,
                                                        tokens_BT[:, 1:][mask_BT[:, 1:]], temperature, output_bias(model),
@@ -100,11 +98,8 @@ def token_logprobs(model, tokens_BT, mask_BT, temperature: float = 1.0, entropy_
 
 def token_logprobs_from_hidden(hidden_ND, head_weight_VD, tokens_N, temperature=1.0, head_bias_V=None, chunk_size=None,
                                entropy_grad=False):
-    """(log-probs (N,), entropies (N,)), float32, of `tokens_N` under softmax((hidden @ weight.T + bias) / temperature).
-
-    Holds the float32 logits of `chunk_size` tokens at a time and recomputes them in the backward; gradients are exact.
-    Entropies carry a gradient only with `entropy_grad` (for an entropy bonus).
-    """
+    """(log-probs (N,), entropies (N,)), float32, of `tokens_N` under softmax((hidden @ weight.T + bias) / temperature). Holds the
+    float32 logits of `chunk_size` tokens at a time and recomputes them in the backward; gradients are exact."""
     N, V = hidden_ND.shape[0], head_weight_VD.shape[0]
     if hidden_ND.shape != (N, head_weight_VD.shape[-1]) or tokens_N.shape != (N,):
         raise ValueError(f"hidden_ND {tuple(hidden_ND.shape)}, head_weight_VD {tuple(head_weight_VD.shape)} and "
@@ -241,7 +236,7 @@ def micro_batches(lengths: list[int], max_tokens: int, prompts=None) -> list[lis
         longest[prompt] = max(length, longest.get(prompt, 0))
     order = sorted(range(len(lengths)), key=lambda row: (-longest[prompts[row]], prompts[row], -lengths[row]))
     again = [len(prompts[row]) * (prompts[row] == prompts[before]) for before, row in zip(order, order[1:])] + [0]
-    costs, starts = [0.0], []  # of the first n rows: the least cost, and where its last batch starts
+    best = [(0.0, 0)]  # of the first n rows: the least cost, and where its last batch starts
     for end in range(1, len(order) + 1):
         options, width, tokens = [], 0, again[end - 1]
         for start in range(end - 1, -1, -1):
@@ -249,14 +244,13 @@ def micro_batches(lengths: list[int], max_tokens: int, prompts=None) -> list[lis
             if rows > 1 and rows * width > max_tokens:
                 break
             tokens += lengths[order[start]] - again[start]
-            options.append((costs[start] + padding * rows * width + (1 - padding) * tokens + max_tokens / 16, start))
-        cost, start = min(options)
-        costs.append(cost)
-        starts.append(start)
+            options.append((best[start][0] + padding * rows * width + (1 - padding) * tokens + max_tokens / 16, start))
+        best.append(min(options))
     batches, end = [], len(order)
     while end:
-        batches.append(order[starts[end - 1]:end])
-        end = starts[end - 1]
+        start = best[end][1]
+        batches.append(order[start:end])
+        end = start
     return batches[::-1]
 
 
@@ -273,9 +267,9 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
     dropout would make the first ratio of an update differ from 1. A model that takes images comes with its processor instead.
     MissingData, with a sentence, when there is nothing to load; ValueError where weights are pickled, or where the model brings
     code of its own and `trust_remote_code` is off."""
-    adapter, trust = (Path(path) / "adapter_config.json").is_file(), {"trust_remote_code": trust_remote_code}
-    weights = "adapter_model.safetensors" if adapter else "model*.safetensors"
-    if (adapter or (Path(path) / "config.json").is_file()) and not any(Path(path).glob(weights)):
+    folder, trust = Path(path), {"trust_remote_code": trust_remote_code}
+    adapter, whole = (folder / "adapter_config.json").is_file(), (folder / "config.json").is_file()
+    if (adapter or whole) and not any(folder.glob("adapter_model.safetensors" if adapter else "model*.safetensors")):
         raise ValueError(f"{path} has no weights in .safetensors, and pickled ones are not loaded: they could run code")
     try:
         base = base_of(path)
@@ -284,25 +278,24 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
         else:
             processor, kind = AutoTokenizer.from_pretrained(path, **trust), AutoModelForCausalLM
         model = kind.from_pretrained(base, dtype=dtype, use_safetensors=True, **trust)
+        tokenizer = getattr(processor, "tokenizer", processor)
         if adapter:
-            words = len(getattr(processor, "tokenizer", processor))
-            if words > model.get_input_embeddings().num_embeddings:  # the adapter was trained with more tokens than its base has
-                model.resize_token_embeddings(words)
+            if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # it was trained with more tokens than its base has
+                model.resize_token_embeddings(len(tokenizer))
             model = PeftModel.from_pretrained(model, path).merge_and_unload()
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(f"{path} brings its own Python code, which runs only with --trust-remote-code True: read it first, "
                              "it can do whatever you may do") from error
-        if (Path(path) / "adapter_config.json").is_file():
+        if adapter:
             base = PeftConfig.from_pretrained(path).base_model_name_or_path
             raise MissingData(f"the LoRA adapter {str(path)!r} needs its base model, {base!r}, which cannot be loaded "
                               f"({str(error).splitlines()[0]}): put it back, or change base_model_name_or_path in its "
                               "adapter_config.json") from error
-        if (Path(path) / "config.json").is_file():
+        if whole:
             raise
         raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "
                           f"({str(error).splitlines()[0]})") from error
-    tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer.pad_token_id is None:
         raise ValueError(f"the tokenizer of {path} has no pad token; set tokenizer.pad_token and save it again")
     if not processor.chat_template:

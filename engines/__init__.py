@@ -25,19 +25,19 @@ def engine_kind(args) -> tuple[str, str]:
 
 def make_engine(args, policy, chat, folder):
     """The sampler that --engine asks for; `folder` holds the policy's configuration and tokenizer."""
+    options, stop_ids = args.engine_options, chat.stop_ids(policy.generation_config)
     if chat.image_processor is None and shows_images(make_env_factory(args.env, args.env_options)()):
         fail(f"{folder} takes no images, which --env {args.env} shows: use --model tiny-vlm or another that does")
     kind, why = engine_kind(args)
     if not args.quiet:
         print(f"engine: {kind} ({why})")
-    stop_ids = chat.stop_ids(policy.generation_config)
     if kind == "hf":
         return HFEngine(policy, stop_ids, chat.tokenizer.pad_token_id, chat.text, chat.image_processor)
     from engines.vllm import VLLMEngine, VLLMServer  # vLLM takes half a minute to import
     if kind == "vllm":
-        return VLLMEngine(policy, folder, stop_ids, dtype=args.dtype, lora=args.engine_options["lora_sync"], gpu_memory=args.engine_options["memory"],
-                          trust_remote_code=args.trust_remote_code, max_model_len=context_length_of(args, policy), chat=chat)
-    return VLLMServer(kind, policy, stop_ids, lora=args.engine_options["lora_sync"], shared_folder=args.engine_options["shared_folder"])
+        return VLLMEngine(policy, folder, stop_ids, lora=options["lora_sync"], gpu_memory=options["memory"], chat=chat,
+                          trust_remote_code=args.trust_remote_code, max_model_len=context_length_of(args, policy))
+    return VLLMServer(kind, policy, stop_ids, lora=options["lora_sync"], shared_folder=options["shared_folder"])
 
 
 def context_length_of(args, policy) -> int:

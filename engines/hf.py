@@ -16,15 +16,12 @@ PREFILL_IMAGES = 128  # images that the vision part looks at in one pass
 
 
 class SlotCache(Cache):
-    """Keys and values of many conversations; slot r holds its own tokens at 0 ... length-1, without gaps.
-
-    A forward pass covers the slots `rows`, whose next tokens go to `position_NW`; keys up to `end` are read.
-    """
+    """Keys and values of many conversations; slot r holds its own tokens at 0 ... length-1, without gaps. A forward pass covers
+    the slots `rows`, whose next tokens go to `position_NW`; keys up to `end` are read."""
 
     def __init__(self):
         super().__init__(layers=[])
-        self.stores = []  # a layer: keys and values, (slots, heads, capacity, head dim) each
-        self.rows, self.position_NW, self.end, self.slots = slice(0, 0), None, 0, 0
+        self.stores, self.slots = [], 0  # a layer: keys and values, (slots, heads, capacity, head dim) each
 
     def update(self, keys, values, layer, *_, **__):
         if layer == len(self.stores):
@@ -37,16 +34,14 @@ class SlotCache(Cache):
 
     def grown(self, store):
         """More slots, or room for half as many tokens again."""
-        slots, heads, capacity, dim = store.shape
-        larger = store.new_zeros(max(slots, self.slots), heads,
-                                 capacity if capacity >= self.end else self.end + max(32, self.end // 2), dim)
-        larger[:slots, :, :capacity] = store
-        return larger
+        slots, _, capacity, _ = store.shape
+        more = 0 if capacity >= self.end else self.end + max(32, self.end // 2) - capacity
+        return torch.nn.functional.pad(store, (0, 0, 0, more, 0, 0, 0, max(0, self.slots - slots)))
 
-    def place(self, rows: slice | torch.Tensor, position_NW: torch.Tensor, end: int):
-        self.rows, self.position_NW, self.end = rows, position_NW, end
-        self.row_N1 = rows[:, None] if isinstance(rows, torch.Tensor) else \
-            torch.arange(rows.start, rows.stop, device=position_NW.device)[:, None]
+    def place(self, rows: list[int] | range, position_NW: torch.Tensor, end: int):
+        row_N = torch.tensor(rows, device=position_NW.device)
+        self.rows = slice(0, len(rows)) if isinstance(rows, range) else row_N  # the first slots are read without a copy
+        self.row_N1, self.position_NW, self.end = row_N[:, None], position_NW, end
 
     def copy(self, targets: list[int], sources: list[int]):
         """Slots `targets` become what slots `sources` hold now."""
@@ -78,14 +73,14 @@ class HFEngine:
         self.model, self.stop_ids, self.pad_id, self.decode = model, set(stop_ids), pad_id, decode
         self.image_processor, self.banned = image_processor, banned_tokens(model.config)
         text = model.config.get_text_config()
-        kinds = attention_kinds(text)
-        rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
-        if rope in ("dynamic", "longrope"):
-            raise ValueError(f"--engine hf keeps keys between turns, which {rope} position embeddings change: use --engine vllm")
+        kinds, rope = attention_kinds(text), getattr(text, "rope_parameters", None) or {}
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            raise ValueError(f"--engine hf keeps keys between turns, which {rope['rope_type']} position embeddings change: use "
+                             "--engine vllm")
         if kinds != {"full_attention"} or text._attn_implementation != "sdpa":
             raise ValueError(f"--engine hf keeps keys and values of full attention through sdpa; this model has {sorted(kinds)} "
                              f"through {text._attn_implementation}: use --engine vllm")
-        self.mrope = "mrope_section" in (getattr(text, "rope_parameters", None) or {})  # the Qwen family: see `positions`
+        self.mrope = "mrope_section" in rope  # the Qwen family: see `positions`
         self.sync()
 
     def sync(self):
@@ -96,12 +91,7 @@ class HFEngine:
         self.image_names, self.features = {}, {}  # content: names, below 0, of its tiles; name: hidden states (tokens, H)
         self.grids, self.shifts = {}, {}  # name: rows and columns; conversation: position less place of its next token
 
-    def release(self):
-        """Sampling is over for now: leave the memory to the training."""
-        self.sync()
-
-    def close(self):
-        self.sync()
+    release = close = sync  # leave the memory to the training
 
     @torch.inference_mode()
     def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int,
@@ -125,9 +115,8 @@ class HFEngine:
         place = {id: place for place, id in enumerate(ids)}
         completions = [Completion([], [], "length") for _ in ids]
         state_SH = self.read(ids, sequences)
-        active = len(ids)  # the first slots are those that go on
+        places = [place[id] for id in self.slots]  # of the conversations that go on, which have the first slots
         for position in range(max_new_tokens):
-            places = [place[id] for id in self.slots[:active]]
             tokens, logprobs = self.draw(state_SH, uniform_BT[places, position], temperature)
             for row, token, logprob in zip(places, tokens, logprobs):
                 completions[row].tokens.append(token)
@@ -138,9 +127,8 @@ class HFEngine:
             if not going or position + 1 == max_new_tokens:
                 break
             self.to_front(going)
-            active = len(going)
-            rows = [place[id] for id in self.slots[:active]]
-            state_SH = self.forward(slice(0, active), [completions[row].tokens[-1:] for row in rows])
+            places = [place[id] for id in self.slots[:len(going)]]
+            state_SH = self.forward(range(len(going)), [completions[row].tokens[-1:] for row in places])
         return completions
 
     def draw(self, state_SH, uniform_S: np.ndarray, temperature: float) -> tuple[list[int], list[float]]:
@@ -210,29 +198,25 @@ class HFEngine:
         sequence_of = dict(zip(ids, sequences))
         stays = [slot for slot, id in enumerate(self.slots) if id in sequence_of]
         self.to_front(stays)
-        self.slots = self.slots[:len(stays)]
-        known = set(self.slots)
-        self.slots += [id for id in ids if id not in known]
+        self.slots = list(dict.fromkeys([*self.slots[:len(stays)], *ids]))
         self.cached = {id: self.cached[id] for id in ids}
         self.cache.slots = max(self.cache.slots, len(self.slots))
         chunks = [sequence_of[id][len(self.cached[id]):] for id in self.slots]
-        first, twins = {}, []  # new conversations with one and the same prompt: read once, then copied
+        first, twins = {}, {}  # slot: the one with the same prompt, of new conversations; that is read once, then copied
         for slot, (id, chunk) in enumerate(zip(self.slots, chunks)):
-            if not self.cached[id] and tuple(chunk) in first:
-                twins.append((slot, first[tuple(chunk)]))
-            elif not self.cached[id]:
-                first[tuple(chunk)] = slot
+            if not self.cached[id] and first.setdefault(tuple(chunk), slot) != slot:
+                twins[slot] = first[tuple(chunk)]
         state_SH = [None] * len(chunks)
-        waiting = sorted(set(range(len(chunks))) - {slot for slot, _ in twins}, key=lambda slot: -len(chunks[slot]))
+        waiting = sorted(set(range(len(chunks))) - set(twins), key=lambda slot: -len(chunks[slot]))
         while waiting:  # slots of similar length together
             longest = len(chunks[waiting[0]])
             rows = [slot for slot in waiting[:max(1, PREFILL_TOKENS // longest)] if 2 * len(chunks[slot]) > longest]
             waiting = waiting[len(rows):]
-            for slot, state_H in zip(rows, self.forward(torch.tensor(rows), [chunks[slot] for slot in rows])):
+            for slot, state_H in zip(rows, self.forward(rows, [chunks[slot] for slot in rows])):
                 state_SH[slot] = state_H
         if twins:
-            self.cache.copy([slot for slot, _ in twins], [source for _, source in twins])
-            for slot, source in twins:
+            self.cache.copy(list(twins), list(twins.values()))
+            for slot, source in twins.items():
                 state_SH[slot] = state_SH[source]
                 self.cached[self.slots[slot]] = list(self.cached[self.slots[source]])
                 self.shifts[self.slots[slot]] = self.shifts[self.slots[source]]
@@ -265,29 +249,25 @@ class HFEngine:
                 place += count
         return positions_3NW
 
-    def forward(self, rows: slice | torch.Tensor, chunks: list[list[int]]) -> torch.Tensor:
+    def forward(self, rows: list[int] | range, chunks: list[list[int]]) -> torch.Tensor:
         """Feed the slots `rows` their next tokens; returns the hidden state (N, H) after each one's last."""
-        ids = self.slots[rows] if isinstance(rows, slice) else [self.slots[slot] for slot in rows.tolist()]
-        device, width = self.model.device, max(map(len, chunks))
+        ids, device, width = [self.slots[slot] for slot in rows], self.model.device, max(map(len, chunks))
         starts = [len(self.cached[id]) for id in ids]
         tokens_NW = torch.tensor([chunk + [self.pad_id] * (width - len(chunk)) for chunk in chunks], device=device)
         position_NW = (torch.tensor(starts)[:, None] + torch.arange(width)).to(device)
         end = max(starts) + width
         mask_N1WE = torch.arange(end, device=device) <= position_NW[:, None, :, None]  # causal; padding is to the right of all
-        self.cache.place(rows if isinstance(rows, slice) else rows.to(device), position_NW, end)
-        decoder, at = self.model.get_decoder(), position_NW
-        if self.mrope:
-            at = self.positions(ids, starts, chunks, width).to(device)
-        inputs = {"input_ids": tokens_NW}
+        self.cache.place(rows, position_NW, end)
+        decoder = self.model.get_decoder()
+        at = self.positions(ids, starts, chunks, width).to(device) if self.mrope else position_NW
+        embedded_NWH = self.model.get_input_embeddings()(tokens_NW.clamp(min=0))
         shown = [self.features[name] for chunk in chunks for name, _ in groupby(chunk) if name < 0]
         if shown:  # no chunk ends inside an image, and something stands between two
-            embedded_NWH = self.model.get_input_embeddings()(tokens_NW.clamp(min=0))
             embedded_NWH[tokens_NW < 0] = torch.cat(shown).to(embedded_NWH.dtype)
-            inputs = {"inputs_embeds": embedded_NWH}
         config = decoder.config
         config._attn_implementation = "grouped"  # for this pass only: the trainer's have no cache and no mask
         try:
-            hidden_NWH = decoder(**inputs, attention_mask=mask_N1WE, position_ids=at, past_key_values=self.cache,
+            hidden_NWH = decoder(inputs_embeds=embedded_NWH, attention_mask=mask_N1WE, position_ids=at, past_key_values=self.cache,
                                  use_cache=True).last_hidden_state
         finally:
             config._attn_implementation = "sdpa"

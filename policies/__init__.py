@@ -14,21 +14,18 @@ from runtime.files import fail
 def policy_folder(args, env) -> str | Path:
     """Where --model is: a folder or hub id as given; `tiny` and `tiny-vlm`, warm-started on the task, and `smollm2` are made
     once and kept."""
-    if args.model in ("tiny", "tiny-vlm"):
-        require_teachable(args.model, env)
-        return warm_started_tiny(env, Path(args.cache_dir), max_turns=args.max_turns, images=args.model == "tiny-vlm",
-                                 **args.tiny_options)
-    return smollm2_folder(args.cache_dir) if args.model == "smollm2" else args.model
-
-
-def require_teachable(model: str, env):
-    """Raises ValueError where the task lacks what the warm start of a tiny policy needs."""
+    if args.model == "smollm2":
+        return smollm2_folder(args.cache_dir)
+    if args.model not in ("tiny", "tiny-vlm"):
+        return args.model
+    images = args.model == "tiny-vlm"
     if not hasattr(env, "scripted_answer"):
-        raise ValueError(f"--model {model} learns from a scripted player, which {env.name} has none of: give the task a "
+        raise ValueError(f"--model {args.model} learns from a scripted player, which {env.name} has none of: give the task a "
                          "scripted_answer (see the top of envs.py), or choose another --model")
-    if model == "tiny-vlm" and not hasattr(env, "image"):
-        raise ValueError(f"--model {model} looks at pictures, which {env.name} has none of: give the task an image (see the top of "
-                         "envs.py), or choose --model tiny")
+    if images and not hasattr(env, "image"):
+        raise ValueError(f"--model {args.model} looks at pictures, which {env.name} has none of: give the task an image (see the "
+                         "top of envs.py), or choose --model tiny")
+    return warm_started_tiny(env, Path(args.cache_dir), max_turns=args.max_turns, images=images, **args.tiny_options)
 
 
 def loaded(folder, args, first_message: str):

@@ -13,8 +13,7 @@ class Chat:
     def __init__(self, processor):
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", processor)
         self.image_processor = getattr(processor, "image_processor", None)
-        tokenizer = self.tokenizer
-        self.specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self.specials = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
 
     def tokenize(self, text: str, image=None) -> list[int]:
         if image is None:

@@ -19,10 +19,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def smollm2_folder(cache_dir: str | Path) -> Path:
-    """Folder with weights and tokenizer (float32, 0.5 GB), converted by the first call: about a minute. Others wait.
-
-    Raises MissingData when the package, its file or the GGUF reader is missing, or the file is not the pinned one.
-    """
+    """Folder with weights and tokenizer (float32, 0.5 GB), converted by the first call: about a minute. MissingData when the
+    package, its file or the GGUF reader is missing, or the file is not the pinned one."""
     key = hashlib.sha256(repr([GGUF_SHA256, inspect.getsource(convert), torch.__version__, version("transformers"),
                                version("tokenizers")]).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"smollm2_{key}"
