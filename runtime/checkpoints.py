@@ -196,8 +196,6 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
 
 def fingerprint(folder: str | Path) -> list[str]:
     """What tells weights apart: the contents of a folder's, the name of a hub id."""
-    digests = []
-    for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
-        for path in sorted(Path(folder).glob(name)):
-            digests.append(digest(path))
-    return digests or [str(folder)]
+    names = ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin")
+    paths = [path for name in names for path in sorted(Path(folder).glob(name))]
+    return [digest(path) for path in paths] or [str(folder)]
