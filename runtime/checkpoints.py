@@ -32,40 +32,25 @@ class GlobalRandomness:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def state_dict(self) -> dict:
+    def save(self, folder: Path):
         version, numbers, gauss = random.getstate()
         kind, keys, *others = np.random.get_state()
-        return {"python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
-                "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy(),
-                **{f"cuda{number}": state.numpy() for number, state in enumerate(torch.cuda.get_rng_state_all())}}
-
-    def save(self, folder: Path):
+        devices = {f"cuda{number}": state.numpy() for number, state in enumerate(torch.cuda.get_rng_state_all())}
         folder.mkdir()
-        write_state(folder / "state", self.state_dict())
+        write_state(folder / "state", devices | {
+            "python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
+            "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy()})
 
-    @classmethod
-    def load(cls, folder: Path) -> "GlobalRandomness":
-        """Sets the generators, too."""
-        generators = cls.__new__(cls)
-        generators.load_state_dict(read_state(folder / "state"))
-        return generators
-
-    def take_share(self, shards: list, rank: int, world: int):
-        """Of another number of processes: all begin with the first one's."""
-        self.load_state_dict(shards[0].state_dict())
-
-    def load_state_dict(self, state: dict):
+    @staticmethod
+    def load(folder: Path):
+        """Sets the generators."""
+        state = read_state(folder / "state")
         random.setstate((state["python_version"], tuple(state["python"].tolist()), state["python_gauss"]))
         np.random.set_state((state["numpy_kind"], state["numpy"], *state["numpy_others"]))
         torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
         devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
                    if f"cuda{number}" in state]
         torch.cuda.set_rng_state_all(devices)
-
-
-# What each process has of its own: how it is saved, loaded, and shared out among another number of processes.
-SHARDED = {ReplayBuffer: (save_buffer, load_buffer, take_share),
-           GlobalRandomness: (GlobalRandomness.save, GlobalRandomness.load, GlobalRandomness.take_share)}
 
 
 def surroundings(files: list[Path], **more) -> dict[str, str]:
@@ -129,9 +114,13 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
         ranks.barrier()  # now the folder is there
         for name, memory in memories.items():
-            if type(memory) in SHARDED:
-                save, _, _ = SHARDED[type(memory)]
-                save(memory, temporary / shard_name(name, ranks.rank()))
+            place = temporary / shard_name(name, ranks.rank())
+            if isinstance(memory, ReplayBuffer):
+                save_buffer(memory, place)
+            elif isinstance(memory, GlobalRandomness):
+                memory.save(place)
+            elif ranks.first():  # the ranks have it alike
+                write_state(place, memory.state_dict())
         weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
         others = {f"{name}_optimizer": ranks.on_first({
             f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
@@ -144,9 +133,6 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
             processor.save_pretrained(temporary)
             for name, tensors in (others | more).items():
                 save_file(tensors, temporary / f"{name}.safetensors")
-            for name, memory in memories.items():
-                if type(memory) not in SHARDED:  # the ranks have it alike
-                    write_state(temporary / name, memory.state_dict())
             more_state = {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args), "format": FORMAT}
             (temporary / "state.json").write_text(json.dumps(state | more_state, indent=1))
             save_base(temporary, base, (folder / "base").resolve())
@@ -192,15 +178,17 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
     for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
         group["lr"] = lr
     for name, memory in memories.items():
+        shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
+        as_before = len(shards) == ranks.world()
+        mine = folder / (shards[ranks.rank()] if as_before else name)  # else all begin with the first one's generators
         if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
             print(f"note: {folder} is older than the state of {name!r}, which begins anew")
-        elif type(memory) in SHARDED:
-            _, load, take = SHARDED[type(memory)]
-            shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
-            if len(shards) == ranks.world():
-                memory.load_state_dict(load(folder / shards[ranks.rank()]).state_dict())
-            else:
-                take(memory, [load(folder / shard) for shard in shards], ranks.rank(), ranks.world())
+        elif isinstance(memory, GlobalRandomness):
+            memory.load(mine)
+        elif isinstance(memory, ReplayBuffer) and not as_before:
+            take_share(memory, [load_buffer(folder / shard) for shard in shards], ranks.rank(), ranks.world())
+        elif isinstance(memory, ReplayBuffer):
+            memory.load_state_dict(read_state(mine / "buffer"))
         else:
             memory.load_state_dict(read_state(folder / name))
     return {key: value for key, value in state.items() if key not in ("format", "args")}
@@ -208,8 +196,6 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
 
 def fingerprint(folder: str | Path) -> list[str]:
     """What tells weights apart: the contents of a folder's, the name of a hub id."""
-    digests = []
-    for name in ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin"):
-        for path in sorted(Path(folder).glob(name)):
-            digests.append(digest(path))
-    return digests or [str(folder)]
+    names = ("config.json", "adapter_config.json", "model*.safetensors", "adapter_model.safetensors", "pytorch_model*.bin")
+    paths = [path for name in names for path in sorted(Path(folder).glob(name))]
+    return [digest(path) for path in paths] or [str(folder)]

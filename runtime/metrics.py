@@ -116,8 +116,7 @@ def partnered(episodes) -> list[bool]:
 
 def replay_metrics(samples, args) -> dict:
     if not samples:
-        names = ("age_mean", "age_p95", "unique_fraction", "success", "partnered_rows", "weight_min")
-        return dict.fromkeys(names) | {"updates": 0}
+        return {"updates": 0} | dict.fromkeys(("age_mean", "age_p95", "unique_fraction", "success", "partnered_rows", "weight_min"))
     ages = ranks.joined(np.concatenate([sample.ages for sample in samples]))
     return {"updates": len(samples), "age_mean": ages.mean(), "age_p95": np.percentile(ages, 95),
             "unique_fraction": np.mean([ranks.total(len(np.unique(sample.ids))) / args.replay_batch_size for sample in samples]),

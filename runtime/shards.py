@@ -33,10 +33,9 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     """Become, while empty, part `part` of `parts` of what `shards` hold together: whole prompt groups, dealt by age to the
     part that has fewest entries; what a part cannot hold is evicted. The first part takes over the totals.
     """
-    for shard in shards:
-        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau", "beta_steps"))
     groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
     for shard in shards:
+        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau", "beta_steps"))
         for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
             groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
     dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]

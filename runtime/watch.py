@@ -20,12 +20,8 @@ CUT = 0.9  # share of answers that hit --max-new-tokens
 TOO_OLD, TOO_OLD_HISTORY = 0.5, 6  # share of the episodes of so many iterations that are dropped by --max-staleness
 
 
-def few(names: list[str], most: int = 3) -> str:
-    return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def named(episodes) -> str:
-    return few([f"iteration {episode.iteration} group {episode.group_id} problem {episode.problem_id}" for episode in episodes])
+def few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def bad_rows(name: str, tensor, episodes) -> str | None:
@@ -34,7 +30,9 @@ def bad_rows(name: str, tensor, episodes) -> str | None:
         return None
     rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
     kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
-    return f"{name} ({kind}) of {len(rows)} of {len(episodes)} episodes: {named([episodes[row] for row in rows])}"
+    bad = [episodes[row] for row in rows]
+    names = [f"iteration {episode.iteration} group {episode.group_id} problem {episode.problem_id}" for episode in bad]
+    return f"{name} ({kind}) of {len(bad)} of {len(episodes)} episodes: {few(names)}"
 
 
 def bad_weights(model, name: str = "policy") -> str | None:
@@ -59,8 +57,7 @@ def first_bad_module(model, forward) -> str | None:
 
     def look(module, inputs, output, name):
         parts = output if isinstance(output, (tuple, list)) else [output]
-        if not found and any(torch.is_tensor(part) and torch.is_floating_point(part) and not bool(part.isfinite().all())
-                             for part in parts):
+        if not found and any(torch.is_tensor(part) and not bool(part.isfinite().all()) for part in parts):
             found.append(f"{name or 'the whole model'} ({type(module).__name__})")
 
     with contextlib.ExitStack() as hooks:
