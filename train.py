@@ -41,7 +41,7 @@ def birthdays_of(run: Run, episodes) -> list[int]:
 
 
 def ask(run: Run, number: int, places=None) -> Job:
-    """What is played as batch `number` (iteration `number`, where the trainer samples). `places` of its problems: chosen already."""
+    """What is played as batch `number` (iteration `number`, where the trainer samples). `places` of its problems: chosen before."""
     args, n = run.args, run.args.problems_per_iteration
     places = run.problems.select(n, run.iteration) if places is None else np.array(places)
     groups, mine = np.arange(n) + number * n, ranks.share(n, number)
@@ -69,8 +69,9 @@ def judge(run: Run, batch: Batch):
         shuffle_rewards(batch.episodes, rng_of(args, "shuffled rewards", run.iteration))
     if batch.episodes:
         add_advantages(run.learner, batch.episodes)
-    batch.sound = [episode for episode in batch.episodes if is_sound(run.learner.objective, episode, batch.oldest)]
-    batch.played = ranks.joined([outline(episode, is_sound(run.learner.objective, episode, batch.oldest)) for episode in batch.episodes])
+    sound = [is_sound(run.learner.objective, episode, batch.oldest) for episode in batch.episodes]
+    batch.sound = [episode for episode, good in zip(batch.episodes, sound) if good]
+    batch.played = ranks.joined([outline(episode, good) for episode, good in zip(batch.episodes, sound)])
     refuse_broken(args, run.iteration, batch.played, run.play["context_length"])
 
 

@@ -43,7 +43,8 @@ def plot_drift(run: Path, drift):
                   label=f"KL = {fit['k0']:.3g} + {fit['c']:.3g} age, R² {fit['r2']:.2f}; tau {drift.tau():.3g}")
     else:
         axes.plot([], [], color="C1", label=f"no fit: {len(ages)} of the {drift.min_rows} episodes needed, or a single age")
-    axes.set(xlabel="age (steps, or iterations under --released age_in_iterations)", ylabel="KL(behaviour || current), nats an episode", title=plain(run))
+    axes.set(xlabel="age (steps, or iterations under --released age_in_iterations)", title=plain(run),
+             ylabel="KL(behaviour || current), nats an episode")
     axes.legend()
     figure.tight_layout()
     figure.savefig(run / "drift.png", dpi=120)

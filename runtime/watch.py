@@ -140,7 +140,8 @@ class Watch:
             return {}
         return {"stale": f"{dropped} of the {all} episodes of {TOO_OLD_HISTORY} iterations were dropped as older than "
                 f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or "
-                f"make them younger: fewer batches ahead (--async-options queue, now {self.args.async_options['queue']}), new weights more often "
+                f"make them younger: fewer batches ahead (--async-options queue, now {self.args.async_options['queue']}), "
+                "new weights more often "
                 f"(--sync-every, now {self.args.sync_every})"}
 
     def gradient(self, kind: str, updates: list[dict]) -> dict:
@@ -151,7 +152,8 @@ class Watch:
                 continue
             middle = float(np.median(norms)) if norms else math.inf
             if len(norms) >= SPIKE_HISTORY / 5 and norm > SPIKE * middle > 0:
-                stale = "stale episodes with large ratios (a smaller --tau or --replay-options max_age, --loss-options dual_clip 3), or " * (kind == "replay")
+                stale = "stale episodes with large ratios (a smaller --tau or --replay-options max_age, --loss-options dual_clip 3), " \
+                    "or " if kind == "replay" else ""
                 found[f"spike {kind}"] = (
                     f"the gradient norm of a {kind} update is {norm:.3g}, {norm / middle:.0f} times the median of the last "
                     f"{len(norms)}; it was clipped to --max-grad-norm {self.args.max_grad_norm:g}. Likely {stale}a step that was "
@@ -171,7 +173,8 @@ class Watch:
             return {}
         return {"entropy": f"the entropy has collapsed to {now:.2g} nats a token, {now / self.entropy:.1%} of the first "
                 "iteration's: the samples of a group are nearly the same, and little is left to learn from. Likely too long or "
-                "too many steps: --entropy-coef 0.001, --loss-options eps_high 0.28, --kl-coef 0.01, a smaller --lr, fewer --replay-updates"}
+                "too many steps: --entropy-coef 0.001, --loss-options eps_high 0.28, --kl-coef 0.01, a smaller "
+                "--lr, fewer --replay-updates"}
 
     def ratios(self, kind: str, updates: list[dict]) -> dict:
         for update in updates:

@@ -148,8 +148,9 @@ for _ in range(CHECKERS):
 
 def start_checker() -> subprocess.Popen:
     """PYTHONHASHSEED orders sets of text alike in all checkers: some problems of reasoning-gym would differ without."""
+    environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "tasks.maths"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                            encoding="utf-8", cwd=Path(__file__).parent.parent, env=os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"})
+                            encoding="utf-8", cwd=Path(__file__).parent.parent, env=environment)
 
 
 @atexit.register
