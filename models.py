@@ -308,7 +308,6 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
 def check_head(model, path):
     """Log-probs are taken from the last hidden state and the output matrix alone. ValueError for a model that does more to its
     logits (scales or caps them): its ratios would look right while another policy was trained."""
-    model.eval()
     tokens_1T = torch.arange(8)[None].to(model.device) % model.config.get_text_config().vocab_size
     ours_V = model.get_output_embeddings()(model.get_decoder()(input_ids=tokens_1T).last_hidden_state[0, -1]).float()
     theirs_V = model(input_ids=tokens_1T).logits[0, -1].float()

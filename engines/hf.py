@@ -241,8 +241,8 @@ class HFEngine:
                 count, now = len(list(run)), start + place + self.shifts[id]
                 if name < 0:
                     height, columns = self.grids[name]
-                    grid = torch.meshgrid(torch.arange(1), torch.arange(height), torch.arange(columns), indexing="ij")
-                    positions_3NW[:, row, place:place + count] = now + torch.stack(grid).reshape(3, -1)
+                    grid_N3 = torch.cartesian_prod(torch.arange(1), torch.arange(height), torch.arange(columns))
+                    positions_3NW[:, row, place:place + count] = now + grid_N3.T
                     self.shifts[id] += max(height, columns) - count
                 else:
                     positions_3NW[:, row, place:place + count] = now + torch.arange(count)

@@ -236,7 +236,6 @@ def end_with_parent():
 
 def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
     """Plays jobs from `pipe` until None comes; what it sends is a dict: episodes, an error, or that it is ready."""
-    ready = False
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the trainer decides
     threading.Thread(target=end_with_parent, daemon=True).start()
     with contextlib.ExitStack() as stack:
@@ -248,7 +247,7 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             engine = stack.enter_context(contextlib.closing(make_engine(args, policy, chat, folder)))
             follower = Follower(engine, policy, path, version, stop)
             pipe.send({"ready": True})
-            ready, idle_since = True, None
+            idle_since = None
             while job := pipe.recv():
                 idle = time.time() - idle_since if idle_since else 0.0
                 pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
@@ -257,17 +256,19 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             pass
         except BaseException as error:  # told before the engine is closed, which may hang then
             with contextlib.suppress(OSError):
-                pipe.send({"error": traceback.format_exc()} if ready else why_not_started(error))
+                pipe.send(why_not_started(error))
             sys.exit(1)
 
 
 def why_not_started(error: BaseException) -> dict:
-    """The traceback; `refused` is the sentence for what is one where the trainer samples itself (no vLLM, no server)."""
+    """The traceback; `refused`, which counts before the run has begun, is the sentence for what is one where the trainer samples
+    itself (no vLLM, no server)."""
+    message = {"error": traceback.format_exc()}
     if isinstance(error, SystemExit) and error.code == 2:  # `fail` has told it
-        return {"error": traceback.format_exc(), "refused": ""}
-    if isinstance(error, (ImportError, RuntimeError, ValueError)):
-        return {"error": traceback.format_exc(), "refused": str(error) or repr(error)}
-    return {"error": traceback.format_exc()}
+        message["refused"] = ""
+    elif isinstance(error, (ImportError, RuntimeError, ValueError)):
+        message["refused"] = str(error) or repr(error)
+    return message
 
 
 # ------------------------------------------------------------------------------------------------------- the trainer's side
