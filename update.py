@@ -294,7 +294,8 @@ def make_learner(args, policy, image_processor=None) -> Learner:
 
     def placed(module):
         module.to(accelerator.device)
-        return ranks.shard(module, accelerator.device) if ranks.sharded() else module
+        apart = [module.head] if isinstance(module, Critic) else []  # float32 whatever the rest is
+        return ranks.shard(module, accelerator.device, apart) if ranks.sharded() else module
 
     def prepared(module, lr):
         trained = [parameter for parameter in placed(module).parameters() if parameter.requires_grad]

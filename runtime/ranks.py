@@ -19,8 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from models import Critic
-
+BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
 PATIENCE = timedelta(hours=2)  # of ranks for one that samples longer or writes a checkpoint; the launcher sees one that died
 
 
@@ -182,13 +181,24 @@ def sum_gradients(parameters):
     sharded weights were summed by the backward pass."""
     if world() == 1 or sharded():
         return
-    under_way = []
+    waiting, size = [], 0
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        under_way.append(dist.all_reduce(parameter.grad, async_op=True))
-    for exchange in under_way:
-        exchange.wait()
+        if waiting and (size + parameter.numel() > BUCKET or parameter.dtype != waiting[0].dtype):
+            sum_bucket(waiting)
+            waiting, size = [], 0
+        waiting.append(parameter.grad)
+        size += parameter.numel()
+    if waiting:
+        sum_bucket(waiting)
+
+
+def sum_bucket(gradients: list[torch.Tensor]):
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(part.view_as(gradient))
 
 
 # ------------------------------------------------------------------------------------------------- sharded weights
@@ -199,8 +209,9 @@ def sharded() -> bool:
     return world() > 1 and option("ACCELERATE_USE_FSDP")
 
 
-def shard(module, device):
+def shard(module, device, apart=()):
     """Every rank keeps a part of each weight; a layer's are gathered while it computes, and its gradients summed, not averaged.
+    What is gathered together has one data type: parts that have another are named in `apart`.
 
     The same calls on GPUs and on CPUs, where Accelerate's own preparation knows no FSDP.
     """
@@ -209,9 +220,7 @@ def shard(module, device):
     if option("FSDP_OFFLOAD_PARAMS"):
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     parts = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-    if isinstance(module, Critic):
-        parts.append(module.head)  # float32 whatever the rest is, and what is gathered together has one data type
-    for part in parts:
+    for part in [*parts, *apart]:
         fully_shard(part, **options)
     fully_shard(module, **options)
     for part in module.modules():
