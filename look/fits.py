@@ -1,6 +1,6 @@
 """What fits where: the memory of a training process, counted tensor by tensor.
 
-    python eval.py fits                                      # the table of the README
+    python eval.py fits                                      # the table of docs/memory.md
     python eval.py fits --model FOLDER --dtype bfloat16 --processes 8 --lora-rank 16 --tokens 8192
 
 Counted: weights, gradients, AdamW's two moments and its float32 masters of shorter weights, a reference, a critic, what a layer
@@ -32,7 +32,7 @@ OVERHEAD = 1.5  # GiB of a GPU that CUDA's context, its libraries and fragments 
 @dataclass
 class FitsArgs:
     model: str | None = None
-    """Folder of a model, a checkpoint or a run, a hub id, or smollm2. None: the table of the README, which takes no flags."""
+    """Folder of a model, a checkpoint or a run, a hub id, or smollm2. None: the table of docs/memory.md, which takes no flags."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights (train.py takes float32 unless told otherwise)."""
     lora_rank: int = 0
@@ -164,7 +164,7 @@ def shape_from(model: str) -> dict:
 def main(argv: list[str]):
     arguments = tyro.cli(FitsArgs, args=argv, config=(tyro.conf.FlagConversionOff,), prog="eval.py fits", description=__doc__)
     if argv and arguments.model is None:
-        fail(f"{' '.join(argv)}: without a model there is only the README's table, which takes no flags; add --model FOLDER")
+        fail(f"{' '.join(argv)}: without a model there is only the table of docs/memory.md, which takes no flags; add --model FOLDER")
     if arguments.model is None:
         return print(table())
     for name, least in (("processes", 1), ("tokens", 1), ("lora_rank", 0)):

@@ -474,7 +474,7 @@ def test_a_row_without_any_answer_divides_nothing_by_zero():
     empty = episode([1, 1], [0, 0], turn_ends=[])
     full = episode([1, 0], [0, 1], advantage=2.0, logprobs=math.log(0.5))
     for aggregation in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"):
-        learner.args = replace(learner.args, aggregation=aggregation)
+        learner.objective = replace(learner.objective, aggregation=aggregation)
         metrics = gradients(learner, [empty, full])
         scale = 1 if aggregation != "constant" else learner.args.max_turns * learner.args.max_new_tokens
         assert metrics["loss"] == pytest.approx(2 * math.log(2) / scale, rel=1e-5)

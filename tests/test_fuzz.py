@@ -132,9 +132,10 @@ def runs_or_is_refused(nano, task, capsys, options):  # noqa: F811
     small = {"problems_per_iteration": 2, "group_size": 2, "replay_batch_size": 2, "max_new_tokens": 2, "max_turns": 2,
              "capacity": 8, "train_problems": 8} | options
     shutil.rmtree(task / "run", ignore_errors=True)
-    watch.ENV_ERRORS = 1.0  # the task breaks now and then
     try:
-        summary = main(parse_args([*fixed, *spelled(small)]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watch, "ENV_ERRORS", 1.0)  # the task breaks now and then
+            summary = main(parse_args([*fixed, *spelled(small)]))
     except SystemExit as stop:
         message = capsys.readouterr().err
         assert stop.code == 2 and names_one(message, small), (options, message)

@@ -647,11 +647,11 @@ def test_memory_is_what_torch_allocates(shape, flags):
 
 
 def test_sizes_of_published_models():
-    """The parameters that the models' cards give, and the README's table."""
+    """The parameters that the models' cards give, and the table of docs/memory.md."""
     for name, billions in (("Qwen2.5-0.5B", 0.494), ("Qwen2.5-3B", 3.086), ("Qwen2.5-7B", 7.616)):
         part, shape = fits.parameters(fits.SHAPES[name]), fits.SHAPES[name]
         assert abs(part["layer"] * shape["layers"] + part["embedding"] + part["head"] - billions * 1e9) < 1e6
-    assert fits.table() in (ROOT / "README.md").read_text()
+    assert fits.table() in (ROOT / "docs" / "memory.md").read_text()
     one, eight = (fits.memory_gib(fits.SHAPES["Qwen2.5-7B"], processes=processes) for processes in (1, 8))
     assert eight["weights"] == one["weights"] / 8 and eight["training"] < one["training"] / 1.5
 

@@ -227,11 +227,12 @@ def test_a_smaller_tiny_policy_has_heads_that_fill_its_width():
     assert (usual.hidden_size, usual.num_hidden_layers, usual.num_attention_heads, usual.num_key_value_heads) == (128, 4, 4, 2)
 
 
-@pytest.mark.parametrize("flags", [["--tiny-options", "width", "96"], ["--tiny-options", "width", "32"], ["--tiny-options", "layers", "0"]])
-def test_a_width_without_whole_heads_is_refused(flags, capsys):
+@pytest.mark.parametrize("name, value, words", [("width", 96, "multiple of 64"), ("width", 32, "multiple of 64"),
+                                                ("width", 0, "above 0"), ("layers", 0, "above 0")])
+def test_a_width_without_whole_heads_is_refused(name, value, words, capsys):
     with pytest.raises(SystemExit):
-        parse_args(flags)
-    assert "multiple of 64" in capsys.readouterr().err
+        parse_args(["--tiny-options", name, str(value)])
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.slow

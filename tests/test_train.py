@@ -450,7 +450,7 @@ def test_the_learning_rate_covers_all_steps():
     assert [factor(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
     assert factor(planned) == pytest.approx(0.1) and factor(10 * planned) == pytest.approx(0.1)
     assert factor(planned // 2) == pytest.approx(0.1 + 0.9 * (1 - (40 - 4) / (80 - 4)))
-    fresh_only = learning_rate_factor(Args(**{**vars(args), "lr_steps": "fresh"}))
+    fresh_only = learning_rate_factor(Args(**{**vars(args), "released": ["lr_steps"]}))
     assert fresh_only(60) == pytest.approx(0.1) and factor(60) > 0.2
 
 
@@ -470,8 +470,8 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(played, tiny_f
 def test_an_update_without_signal_takes_no_step(played, tiny_folder):
     _, episodes = played
     silent = [replace(episode, advantages=0 * episode.advantages) for episode in episodes[:8]]
-    for flag, steps in ((False, 0), (True, 1)):
-        learner = make_learner(Args(algo="grpo", step_without_signal=flag), load_policy(tiny_folder)[0])
+    for released, steps in (([], 0), (["step_without_signal"], 1)):
+        learner = make_learner(Args(algo="grpo", released=released), load_policy(tiny_folder)[0])
         metrics = update(learner, silent)
         assert (metrics["steps"], metrics["without_signal"], learner.schedule.last_epoch) == (steps, 1, steps)
 
