@@ -1,4 +1,4 @@
-"""The main job for three seeds: the curves and the table of the README. About 15 minutes on two cores.
+"""The main job for three seeds: the curves and the numbers of the README. About 15 minutes on two cores.
 
     python studies/main_job.py                      # runs what is not there yet, in runs/main_job_seed<n>
     python studies/main_job.py --algo reinforce++   # flags go on to train.py
