@@ -105,7 +105,7 @@ CHOICES = {"sampler": ("prioritized", "uniform", "newest", "never_used_first", "
            "age_law": AGE_LAWS, "insert_priority": ("base", "max"), "eviction": EVICTIONS, "unit": ("episode", "group"),
            "draw": DRAWS}
 SHARES = ("beta", "beta_end", "positive_fraction", "fresh_fraction")
-LOWEST = {"capacity": 1, "alpha": 0, "beta_steps": 1, "eps": 0, "max_age": 0, "min_size": 0}
+LOWEST = {"capacity": 1, "alpha": 0, "eps": 0, "max_age": 0, "min_size": 0}
 
 
 @dataclass
@@ -128,16 +128,15 @@ class ReplayBuffer(Entries):
     sampler         positive_bias (arXiv 2604.08706): the last (1-delta)·N entries and the last delta·N correct ones before
                     them, delta = positive_fraction, drawn uniformly; all but prioritized have weights of 1
     alpha, tau      alpha=0 is uniform, tau=inf is PER; unit of tau: that of `step`
-    beta            importance exponent, annealed linearly to beta_end over beta_steps draws (None: it stays)
+    beta            importance exponent; it rises to beta_end with `progress`, the share of the training that is done, 0 to 1
     insert_priority max: the largest real base there is, until the first draw (Schaul et al., 2016)
     fresh_fraction  share of a batch that is the newest entries; the sampler draws the rest from the others
     """
 
     def __init__(
-            self, capacity, sampler="prioritized", priority="advantage", alpha=0.6, tau=500.0, beta=0.4, beta_end=1.0,
-            beta_steps=None, eps=0.01, insert_priority="base", eviction="fifo", unit="episode", draw="systematic",
-            is_includes_age=False, max_age=None, positive_fraction=0.0, positive_advantage_only=False, fresh_fraction=0.0,
-            min_size=0, seed=0, age_law="exponential"):
+            self, capacity, sampler="prioritized", priority="advantage", alpha=0.6, tau=500.0, beta=0.4, beta_end=1.0, eps=0.01,
+            insert_priority="base", eviction="fifo", unit="episode", draw="systematic", is_includes_age=False, max_age=None,
+            positive_fraction=0.0, positive_advantage_only=False, fresh_fraction=0.0, min_size=0, seed=0, age_law="exponential"):
         self.config = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__(COLUMNS)
         for name, allowed in CHOICES.items():
@@ -154,13 +153,13 @@ class ReplayBuffer(Entries):
             require(not positive_fraction, f"positive_fraction={positive_fraction} needs sampler='positive_bias'")
         vars(self).update(self.config)  # self.capacity and so on; beta is a property
         self.set_tau(tau)
+        self.progress = 0.0
         self.rng = np.random.default_rng(seed)
 
     @property
     def beta(self) -> float:
         start = self.config["beta"]
-        progress = min(1.0, self.counts["draws"] / self.beta_steps) if self.beta_steps else 0.0
-        return start + (self.beta_end - start) * progress
+        return start + (self.beta_end - start) * self.progress
 
     # ---- adding, evicting
 
@@ -385,7 +384,7 @@ class ReplayBuffer(Entries):
     def load_state_dict(self, state: dict) -> None:
         """Continue from the `state_dict()` of a buffer with the same arguments; tau becomes the saved one."""
         saved = {"age_law": "exponential"} | state["config"]  # the only one before it was an argument
-        require_same(saved, self.config, but=("tau", "beta_steps", "seed"))
+        require_same(saved, self.config, but=("tau", "seed"))
         self.__init__(**self.config)
         super().load_state_dict(state)
         self.tau, self.rng.bit_generator.state = state["tau"], state["rng"]

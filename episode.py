@@ -222,3 +222,22 @@ def with_files(folder: Path, record: dict) -> dict:
                 Image.fromarray(image).save(folder / "images" / ".new", format="PNG")
                 os.replace(folder / "images" / ".new", folder / turn["image"])
     return record | ({"transcript": transcript} if transcript else {})
+
+
+def is_sound(objective, episode, oldest: float) -> bool:
+    """Whether an episode can teach something and was not sampled before the step `oldest`."""
+    return episode.policy_step >= oldest and not episode.info["env_error"] and bool(episode.action_mask.any()) and \
+        not (objective.overlong == "mask" and episode.info["overlong"])
+
+
+def has_signal(episode) -> bool:
+    return bool(episode.advantages.any())
+
+
+def with_signal(episodes, whole_groups: bool) -> list:
+    """Those whose advantages are not all 0; with `whole_groups` also the other members of their groups."""
+    kept = [episode for episode in episodes if has_signal(episode)]
+    if not whole_groups:
+        return kept
+    groups = {episode.group_id for episode in kept}
+    return [episode for episode in episodes if episode.group_id in groups]

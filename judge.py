@@ -1,5 +1,6 @@
 """What an episode is worth: log-probs and values of its tokens, advantages at collection, TD errors, soundness."""
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -8,9 +9,6 @@ from losses import ADVANTAGES, compute_advantages, gae, kl
 from models import backbone, collate, knows_trees, micro_batches, pixel_inputs, token_logprobs, tree_of
 from runtime import ranks
 from runtime.watch import require_finite
-
-
-# --------------------------------------------------------------------------------------------- per-token quantities
 
 
 def padded(rows) -> torch.Tensor:
@@ -97,6 +95,26 @@ def token_rewards(episodes) -> torch.Tensor:
     return rewards_BT
 
 
+def with_end_values(learner, rewards_BT, episodes) -> torch.Tensor:
+    """Rewards; with --loss-options cut_off bootstrap an episode that was cut off also earns, with its last token, what the critic
+    expects after it, gamma V (Pardo et al., 1712.00378). Without, its end is an end like any other: right where the policy can see
+    how many turns are left."""
+    objective = learner.objective
+    if objective.cut_off == "terminal":
+        return rewards_BT
+    rows = [row for row, episode in enumerate(episodes) if episode.info["truncated"] and len(episode.turn_ends)]
+    one_longer = []
+    for row in rows:
+        tokens_T = np.append(episodes[row].tokens, 0)  # a value is that of the tokens before its place
+        last_T = np.arange(len(tokens_T)) == len(tokens_T) - 1
+        one_longer.append(SimpleNamespace(tokens=tokens_T, action_mask=last_T, images=episodes[row].images))
+    values_BT = per_token(learner.critic, one_longer, learner)
+    for row, values_T in zip(rows, values_BT):
+        episode = episodes[row]
+        rewards_BT[row, episode.turn_ends[-1] - 1] += objective.gamma * values_T[len(episode.tokens)]
+    return rewards_BT
+
+
 def reward_kl(learner, episodes) -> torch.Tensor | None:
     """(B, T) coefficient times KL to the reference where it belongs into the reward, from the behaviour log-probs."""
     objective = learner.objective
@@ -111,7 +129,8 @@ def values_and_rewards(learner, episodes) -> tuple[torch.Tensor, torch.Tensor]:
     values_BT = per_token(learner.critic, episodes, learner)
     require_finite("values of the critic", values_BT, episodes, learner.critic)
     kl_BT = reward_kl(learner, episodes)
-    return values_BT, token_rewards(episodes) - (0 if kl_BT is None else kl_BT)
+    rewards_BT = with_end_values(learner, token_rewards(episodes), episodes)
+    return values_BT, rewards_BT - (0 if kl_BT is None else kl_BT)
 
 
 def td_errors(learner, episodes) -> np.ndarray:
@@ -132,8 +151,9 @@ def add_advantages(learner, episodes):
         require_finite("values of the critic", values_BT, episodes, learner.critic)
         for episode, values_T in zip(episodes, values_BT.numpy()):
             episode.values = values_T[:len(episode.tokens)].copy()
-    rewards = token_rewards(episodes) if advantage.per_token else \
-        torch.tensor([episode.reward for episode in episodes])
+    rewards = token_rewards(episodes) if advantage.per_token else torch.tensor([episode.reward for episode in episodes])
+    if advantage.needs_values:
+        rewards = with_end_values(learner, rewards, episodes)
     for row, episode in enumerate(episodes):
         if episode.info["env_error"]:  # not judged: it gets 0 and counts in no mean of its group
             rewards[row] = torch.where(mask_BT[row], math.nan, 0.0) if rewards.ndim == 2 else math.nan
@@ -153,16 +173,3 @@ def shuffle_rewards(episodes, rng: np.random.Generator):
     for episode, reward in zip(judged, rng.permutation([episode.reward for episode in judged])):
         episode.reward, episode.turn_rewards = float(reward), np.zeros_like(episode.turn_rewards)
         episode.turn_rewards[-1] = reward
-
-
-def has_signal(episode) -> bool:
-    return bool(episode.advantages.any())
-
-
-# ---- what is logged beside the update's own metrics
-
-
-def is_sound(objective, episode, oldest: float) -> bool:
-    """Whether an episode can teach something and was not sampled before the step `oldest`."""
-    return episode.policy_step >= oldest and not episode.info["env_error"] and bool(episode.action_mask.any()) and \
-        not (objective.overlong == "mask" and episode.info["overlong"])

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import torch
 
 from episode import one_of
-from runtime.tensors import LOG_RATIO_LIMIT, at_least_float32, check, check_mask, clamp_log_ratio, floats
-from runtime.tensors import log_ratio, masked, no_branch, row_mean, sequence_log_ratio
+from runtime.tensors import (LOG_RATIO_LIMIT, ROUNDING, at_least_float32, check, check_mask, clamp_log_ratio, floats, log_ratio,
+                             masked, nearly_equal, no_branch, row_mean, sequence_log_ratio)
 
 LEVELS = ("token", "sequence")  # of a ratio
+M2_RULES = ("remove", "cap")  # the harmful tokens beyond M2PO's budget
 
-# ---------------------------------------------------------------------------------------------------------- aggregation
 AGGREGATIONS = {"token_mean": "sum / tokens (DAPO 2503.14476)",
                 "seq_mean_token_mean": "sum of the rows' means / rows (GRPO 2402.03300)",
                 "seq_mean_token_sum": "sum of the rows' sums / rows (sequence-level REINFORCE)",
@@ -59,12 +59,10 @@ def step_denominator(mask_BT, mode, *, max_length=None, total=int):
     if mode != "constant":
         raise no_branch("aggregation", mode, "step_denominator")
     if not (max_length and max_length > 0):
-        raise ValueError(f"aggregation 'constant' needs max_length > 0, the action tokens an episode may have at most, "
-                         f"got {max_length}")
+        raise ValueError(f"aggregation 'constant' needs max_length > 0, the action tokens an episode may have, got {max_length}")
     return rows * max_length
 
 
-# ----------------------------------------------------------------------------------------------------------- advantages
 def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None, values_BT=None, gamma=1.0, lam=1.0,
                        shift=-0.1, baseline=0.0, std_floor=1e-6, whiten=None, joined=lambda values_N: values_N):
     """Advantages (B, T), float32, 0 where the mask is False; computed once, with the whole group or batch in sight.
@@ -103,19 +101,20 @@ def compute_advantages(kind, rewards, group_ids_B, mask_BT, *, token_kl_BT=None,
     advantages_BT = masked(advantages if per_token else advantages[:, None], mask_BT)
     if advantage.whitened if whiten is None else whiten:
         advantages_BT = whitened(advantages_BT, mask_BT, std_floor=std_floor, joined=joined)
-    return advantages_BT.float()
+    return torch.where(advantages_BT.abs() > ROUNDING, advantages_BT, 0.0).float()
 
 
 def group_statistics(rewards_B, group_ids_B, judged_B):
     """Per row: reward minus its group's mean, the group's unbiased std, its size; over judged members (others are 0). A group of
-    one or of equal rewards (max == min) is exactly 0, never a rounding error over a tiny std."""
+    one or of equal rewards (but for ROUNDING) is exactly 0, never a rounding error over a tiny std."""
     index_B = group_ids_B.unique(return_inverse=True)[1]
     zeros_G = rewards_B.new_zeros(len(index_B))  # at most one group a row
     size_G = zeros_G.index_add(0, index_B, judged_B.double())
     mean_G = zeros_G.index_add(0, index_B, rewards_B) / size_G.clamp(min=1)
     high_G = zeros_G.scatter_reduce(0, index_B, rewards_B.where(judged_B, -torch.inf), "amax", include_self=False)
     low_G = zeros_G.scatter_reduce(0, index_B, rewards_B.where(judged_B, torch.inf), "amin", include_self=False)
-    centred_B = torch.where(judged_B & (high_G > low_G)[index_B], rewards_B - mean_G[index_B], 0.0)
+    equal_G = nearly_equal(low_G, high_G)
+    centred_B = torch.where(judged_B & ~equal_G[index_B], rewards_B - mean_G[index_B], 0.0)
     # a reward at the mean has no signal; what rounding leaves there would count as some
     centred_B = torch.where(centred_B.abs() > 1e-6 * (high_G - low_G)[index_B], centred_B, 0.0)
     std_G = (zeros_G.index_add(0, index_B, centred_B.square()) / (size_G - 1).clamp(min=1)).sqrt()
@@ -181,18 +180,20 @@ ADVANTAGES = {
 
 def whitened(values_BT, mask_BT, *, std_floor=1e-6, joined=lambda values_N: values_N):
     """(x - mean) / std (population) over the masked tokens, of all processes if `joined` joins theirs, 0 elsewhere; exactly 0
-    when all are equal."""
+    when all are equal but for ROUNDING, and for a value at the mean."""
     values_N = joined(values_BT[mask_BT].double())
-    if len(values_N) == 0 or values_N.max() == values_N.min():
+    if len(values_N) == 0 or nearly_equal(values_N.min(), values_N.max()):
         return torch.zeros_like(values_BT)
+    centred_BT = values_BT.double() - values_N.mean()
+    centred_BT = torch.where(centred_BT.abs() > 1e-6 * (values_N.max() - values_N.min()), centred_BT, 0.0)
     std = values_N.std(correction=0).clamp(min=std_floor)
-    return masked((values_BT.double() - values_N.mean()) / std, mask_BT).to(values_BT.dtype)
+    return masked(centred_BT / std, mask_BT).to(values_BT.dtype)
 
 
 def gae(rewards_BT, values_BT, mask_BT, *, gamma=1.0, lam=1.0):
     """(advantages, returns) (B, T) of GAE (1506.02438, eq. 16) over action tokens; returns = advantages + values."""
     values_BT = masked(values_BT.detach().double(), mask_BT)
-    _, returns_BT = _vtrace(rewards_BT, values_BT, torch.ones_like(values_BT), mask_BT, gamma, lam, 1.0, 1.0)
+    returns_BT = _vtrace(rewards_BT, values_BT, torch.ones_like(values_BT), mask_BT, gamma, lam, 1.0, 1.0)[1]
     return (returns_BT - values_BT).float(), returns_BT.float()
 
 
@@ -223,7 +224,6 @@ def _vtrace(rewards_BT, values_BT, ratio_BT, mask_BT, gamma, lam, rho_cap, c_cap
     return masked(advantages_BT, mask_BT), masked(targets_BT, mask_BT)
 
 
-# -------------------------------------------------------------------------------------------------------- policy losses
 def policy_loss(kind, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT, *, proximal_logprobs_BT=None,
                 weights_B=None, aggregation="token_mean", denominator=None, max_length=None, correction=None,
                 correction_low=None, correction_high=None, ages_B=None, **options):
@@ -238,8 +238,7 @@ def policy_loss(kind, logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT,
     what = f"loss kind {kind!r}"
     check_mask(mask_BT)
     check(what, mask_BT.shape, logprobs_BT=logprobs_BT)
-    check(what, mask_BT.shape, behavior_logprobs_BT=behavior_logprobs_BT, advantages_BT=advantages_BT,
-           finite_under=mask_BT)
+    check(what, mask_BT.shape, behavior_logprobs_BT=behavior_logprobs_BT, advantages_BT=advantages_BT, finite_under=mask_BT)
     for name in options:
         one_of("option of policy_loss", name, ALL_LOSS_OPTIONS)
     options = {name: value for name, value in options.items() if name in loss_options(kind) and value is not None}
@@ -275,8 +274,7 @@ def reinforce(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT):
     return -advantages_BT * logprobs_BT, {}
 
 
-def ppo_clip(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=0.2, eps_high=0.2, dual_clip=None,
-             ratio_cap=None):
+def ppo_clip(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, eps_low=0.2, eps_high=0.2, dual_clip=None, ratio_cap=None):
     """max(-rho A, -clip(rho, 1 - eps_low, 1 + eps_high) A) (PPO 1707.06347, eq. 7; clip-higher: DAPO 2503.14476).
 
     For A < 0: at most -dual_clip A (1912.09729); rho of the free branch at most ratio_cap (INTELLECT-2 2505.07291). As
@@ -324,29 +322,37 @@ def topr(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT):
     return -weight_BT * advantages_BT * logprobs_BT, {"is_weight": weight_BT}
 
 
-def m2po(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, m2_budget=0.04, m2_bound=None, floor_low=0.3,
-         floor_high=0.5):
-    """PPO clip at exp(-b) and exp(b), b = m2_bound, but no tighter than the floors (M2PO 2510.01161).
+def m2po(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT, *, m2_budget=0.04, m2_rule="remove", m2_bound=None):
+    """PPO clip at exp(-b) and exp(b), b = m2_bound: harmful tokens beyond it have no gradient (M2PO 2510.01161).
 
     `m2_bound` is a number of the whole optimiser step (`m2po_bound`); None takes that of this micro-batch alone.
     """
     if m2_bound is None:
-        m2_bound = m2po_bound(log_ratio_BT, torch.zeros_like(log_ratio_BT), advantages_BT, mask_BT, m2_budget=m2_budget)
+        m2_bound = m2po_bound(log_ratio_BT, 0 * log_ratio_BT, advantages_BT, mask_BT, m2_budget=m2_budget, m2_rule=m2_rule)
     m2_bound = min(m2_bound, LOG_RATIO_LIMIT)
     return ppo_clip(logprobs_BT, log_ratio_BT, advantages_BT, mask_BT,
-                    eps_low=max(1 - math.exp(-m2_bound), floor_low), eps_high=max(math.exp(m2_bound) - 1, floor_high))
+                    eps_low=1 - math.exp(-m2_bound), eps_high=math.exp(m2_bound) - 1)
 
 
-def m2po_bound(logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT, *, m2_budget=0.04):
-    """The b at which mean(min((log rho)^2, b^2)) over harmful tokens (A > 0, rho > 1 or A < 0, rho < 1) is the budget;
-    infinite if they are within it (M2PO 2510.01161)."""
+def m2po_bound(logprobs_BT, behavior_logprobs_BT, advantages_BT, mask_BT, *, m2_budget=0.04, m2_rule="remove"):
+    """The b beyond which |log rho| of a harmful token (A > 0, rho > 1 or A < 0, rho < 1) is clipped; infinite if the mean square
+    over the harmful tokens is within the budget (M2PO 2510.01161).
+
+    remove (the paper's Algorithm 1): the largest are taken out until the mean square of the others is within the budget; b lies
+    between the two. cap (the released training): the b at which mean(min((log rho)^2, b^2)) is the budget.
+    """
     log_ratio_BT = log_ratio(logprobs_BT.detach(), behavior_logprobs_BT, mask_BT)
     square_N = log_ratio_BT[mask_BT & (advantages_BT * log_ratio_BT > 0)].double().square().sort().values
     if len(square_N) == 0 or square_N.mean() <= m2_budget:
         return math.inf
+    sums_N = square_N.cumsum(0)
+    ranks_N = torch.arange(len(square_N), device=square_N.device)
+    if one_of("m2_rule", m2_rule, M2_RULES) == "remove":
+        smallest_out = square_N[sums_N > m2_budget * (ranks_N + 1)][0]
+        largest_kept = max(square_N[square_N < smallest_out].tolist(), default=0.0)
+        return (math.sqrt(largest_kept) + math.sqrt(smallest_out)) / 2
     # with the k smallest kept and the others capped at b^2: (sum of the k) + (n - k) b^2 = budget n
-    others_N = torch.arange(len(square_N), 0, -1, device=square_N.device)
-    cap_N = (m2_budget * len(square_N) - (square_N.cumsum(0) - square_N)) / others_N
+    cap_N = (m2_budget * len(square_N) - (sums_N - square_N)) / (len(square_N) - ranks_N)
     return math.sqrt(cap_N[cap_N <= square_N][0])
 
 
@@ -438,7 +444,6 @@ def user_options(kind):
 ALL_LOSS_OPTIONS = sorted({name for kind in LOSSES for name in loss_options(kind)})
 
 
-# ----------------------------------------------------------------------------------------------- off-policy corrections
 CORRECTIONS = {  # kind: (default low, default high, weight)
     "none": (None, None, "1"),
     "tis_token": (0.0, 2.0, "w clamped to [low, high] (verl, AReaL 2505.24298)"),
@@ -452,8 +457,7 @@ RATIO_CORRECTIONS = ("tis_token", "tis_sequence", "mis")
 
 
 @torch.no_grad()
-def correction_weights(kind, proximal_BT, behavior_BT, mask_BT, *, low=None, high=None, ages_B=None,
-                       advantages_BT=None):
+def correction_weights(kind, proximal_BT, behavior_BT, mask_BT, *, low=None, high=None, ages_B=None, advantages_BT=None):
     """Detached weights (B, T) by CORRECTIONS[kind] from w = proximal / behaviour, 0 where masked; None: the default."""
     default_low, default_high, _ = CORRECTIONS[one_of("correction", kind, CORRECTIONS)]
     low, high = default_low if low is None else low, default_high if high is None else high
@@ -485,37 +489,32 @@ def correction_weights(kind, proximal_BT, behavior_BT, mask_BT, *, low=None, hig
     return masked(weights_BT.to(log_w_BT.dtype), mask_BT)
 
 
-# ------------------------------------------------------------------------------------------------------------------- KL
+KLS = {  # kind: its gradient with respect to logp, d = logp - ref; at most 20, with its direction however far pi is from ref
+    "k1": "1: no pull to ref as a loss; use it in the reward",
+    "k2": "d: that of KL(pi || ref), safe far away",
+    "k3": "1 - exp(-d): that of KL(ref || pi); grows exponentially below ref, so that it sits at its bound from d = -3 on",
+    "k3_straight_through": "d, with the value of k3: safe far away",
+    "is_k3": "ratio d: right on replayed samples (DeepSeek-V3.2; a token's ratio ignores the prefix)",
+}
+
+
 def kl(kind, logprobs, reference, *, ratio=None):
-    """Per-token KL(pi || ref) estimates from d = logp - ref clamped to +-20 (joschu.net/blog/kl-approx; 2506.09477).
-
-    Their expected gradient as a loss on samples of pi: k1 zero (use it in the reward); k2 and k3_straight_through
-    (value of k3) that of KL(pi || ref); k3 that of KL(ref || pi). On replayed samples only is_k3 = ratio k3 is right
-    (DeepSeek-V3.2; token ratios ignore the prefix), ratio = exp(logp - behaviour) *with its gradient*; the others
-    ignore `ratio`.
-    """
-    function = KLS[one_of("KL kind", kind, KLS)]
+    """Per-token KL(pi || ref) estimates on samples of pi (joschu.net/blog/kl-approx; 2506.09477), of is_k3 on replayed ones with
+    ratio = exp(logp - behaviour), which others ignore; gradients by KLS."""
+    one_of("KL kind", kind, KLS)
     check(f"KL kind {kind!r}", logprobs.shape, reference=reference)
-    d = clamp_log_ratio(at_least_float32(logprobs) - at_least_float32(reference.detach()))
-    if kind != "is_k3":
-        return function(d)
-    check("KL kind 'is_k3'", logprobs.shape, ratio=ratio)
-    return ratio * function(d)
+    logprobs = at_least_float32(logprobs)
+    d = clamp_log_ratio(logprobs.detach() - at_least_float32(reference.detach()))
+    k3 = torch.expm1(-d) + d
+    if kind == "is_k3":
+        check("KL kind 'is_k3'", logprobs.shape, ratio=ratio)
+        value, slope = ratio.detach() * k3, ratio.detach() * d
+    else:
+        value, slope = {"k1": (d, torch.ones_like(d)), "k2": (d.square() / 2, d), "k3": (k3, -torch.expm1(-d)),
+                        "k3_straight_through": (k3, d)}[kind]
+    return value + slope.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) * (logprobs - logprobs.detach())
 
 
-def _k2(d):
-    return d.square() / 2
-
-
-def _k3(d):
-    return torch.expm1(-d) + d
-
-
-KLS = {"k1": lambda d: d, "k2": _k2, "k3": _k3, "k3_straight_through": lambda d: _k2(d) + (_k3(d) - _k2(d)).detach(),
-       "is_k3": _k3}
-
-
-# ----------------------------------------------------------------------------------------------------------- algorithms
 @dataclass(frozen=True)
 class Objective:
     """What is optimised. `loss_options` are those of the loss, `stale_options` take their place on data of an older policy."""
@@ -539,6 +538,7 @@ class Objective:
     value_clip: float | None = 0.2
     gamma: float = 1.0
     lam: float = 1.0
+    cut_off: str = "terminal"  # or "bootstrap": the critic's value takes the place of what an episode that was cut off would earn
     overlong: str = "train"  # or "mask": left out of the updates
 
 

@@ -115,19 +115,19 @@ def token_logprobs_from_hidden(hidden_ND, head_weight_VD, tokens_N, temperature=
 class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, bias_V, tokens_N, temperature, chunk_size, entropy_grad):
-        logprobs_N, entropy_N, logsumexp_N = at_least_float32(hidden_ND.new_empty(3, len(tokens_N))).unbind()
+        logprobs_N, entropy_N, max_N, log_sum_N = at_least_float32(hidden_ND.new_empty(4, len(tokens_N))).unbind()
         for rows in chunks(tokens_N, chunk_size):
             logits_CV = logits_of(hidden_ND[rows], weight_VD, bias_V, temperature)
             chosen_C = logits_CV.gather(1, tokens_N[rows, None]).squeeze(1)
-            max_C = logits_CV.amax(1)
+            max_N[rows] = max_C = logits_CV.amax(1)
             # e^-100 vanishes in the sums; the clamp keeps 0 * -inf out of the entropy
             logits_CV.sub_(max_C[:, None]).clamp_(min=-100.0)
             exp_CV = logits_CV.exp()
             sum_C = exp_CV.sum(1)
-            logsumexp_N[rows] = max_C + sum_C.log()
-            entropy_N[rows] = sum_C.log() - exp_CV.mul_(logits_CV).sum(1) / sum_C
-            logprobs_N[rows] = chosen_C - logsumexp_N[rows]
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N)
+            log_sum_N[rows] = log_sum_C = sum_C.log()
+            entropy_N[rows] = log_sum_C - exp_CV.mul_(logits_CV).sum(1) / sum_C
+            logprobs_N[rows] = chosen_C - max_C - log_sum_C  # one by one: their sum loses digits where logits are large
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, tokens_N, max_N, log_sum_N, entropy_N)
         ctx.settings = temperature, chunk_size, entropy_grad
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_N)
@@ -136,13 +136,14 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs_N, grad_entropy_N):
-        hidden_ND, weight_VD, bias_V, tokens_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, tokens_N, max_N, log_sum_N, entropy_N = ctx.saved_tensors
         temperature, chunk_size, entropy_grad = ctx.settings
         grad_hidden_ND, grad_weight_VD, grad_bias_V = (
             at_least_float32(torch.zeros_like(tensor)) if needed else None
             for tensor, needed in zip((hidden_ND, weight_VD, bias_V), ctx.needs_input_grad))
         for rows in chunks(tokens_N, chunk_size):
-            logprobs_CV = logits_of(hidden_ND[rows], weight_VD, bias_V, temperature).sub_(logsumexp_N[rows, None])
+            logprobs_CV = logits_of(hidden_ND[rows], weight_VD, bias_V, temperature)
+            logprobs_CV.sub_(max_N[rows, None]).sub_(log_sum_N[rows, None])
             grad_C1 = grad_logprobs_N[rows, None]
             if entropy_grad:  # dH / dlogit = -p (log p + H)
                 slope_CV = logprobs_CV.clamp(min=-100.0).add_(entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])

@@ -8,20 +8,22 @@ import numpy as np
 from episode import _require_all, one_of, require
 
 ACTIVE, SOLVED, UNSOLVED = 0, 1, -1
-PROBLEM_ARRAYS = ("trials", "successes", "streak", "tried", "last_step")
+PROBLEM_ARRAYS = ("trials", "successes", "streak", "tried", "last_step", "visits")
+MODES = ("shuffled", "uniform", "heap", "proportional", "band", "dots")
 PROBLEM_COUNTS = ("calls", "retests", "regressed", "rescued")
 
 
 class ProblemSampler:
     """Which of n problems to ask next: prioritised replay of problems (arXiv 2601.02648), fresh answers every time.
 
-    mode      uniform | heap (highest priority first, ties: least recently tried) | band (uniform over p in `band`) |
+    mode      shuffled (every problem once, in random order, before any comes again) | uniform (drawn anew in each call) |
+              heap (highest priority first, ties: least recently tried) | band (uniform over p in `band`) |
               proportional P ∝ (priority + eps)^alpha | dots P ∝ exp(-|1 - p - target|/temperature) (arXiv 2506.05316)
     priority  variance p(1-p) | mixed_group 1 - p^G - (1-p)^G with G = group_size
     estimate  beta: p = (successes + prior)/(trials + 2 prior), counts multiplied by `decay` at a visit | raw: last rate
     In heap and band, a problem with `pool_after` visits in a row all solved (or all failed) leaves for a pool; every
     `retest_every` calls the `retest_slots` least recently tried of each pool are asked again, and return when mixed.
-    In every mode `floor_slots` of a call go to the least recently tried, so each problem is asked within
+    In the others too, `floor_slots` of a call go to the least recently tried, so each problem is asked within
     ceil(n / floor_slots) calls. Non-uniform asking changes the objective: report accuracy on the uniform distribution.
     """
 
@@ -53,7 +55,7 @@ class ProblemSampler:
         require(0 <= decay <= 1 and prior > 0 and temperature > 0, f"decay={decay} must be in 0..1, prior={prior} and "
                 f"temperature={temperature} positive")  # fmt: skip
         require(0 <= band[0] <= band[1] <= 1, f"band is {band}; it must be two rising success rates")
-        self.mode = one_of("mode", mode, ("uniform", "heap", "proportional", "band", "dots"))
+        self.mode = one_of("mode", mode, MODES)
         self.priority = one_of("priority", priority, ("variance", "mixed_group"))
         if one_of("estimate", estimate, ("beta", "raw")) == "raw":
             decay, prior = 0.0, 0.0
@@ -64,7 +66,7 @@ class ProblemSampler:
         self.trials, self.successes = np.zeros(n), np.zeros(n)
         self.streak = np.zeros(n, np.int64)  # visits in a row that were all solved; negative: all failed
         self.tried = self.rng.permutation(n) - n  # order of the last selection, call · n + place; negative: never
-        self.last_step = np.zeros(n, np.int64)
+        self.last_step, self.visits = np.zeros((2, n), np.int64)
         self.calls, self.retests, self.regressed, self.rescued = 0, 0, 0, 0
         self._build_heap()
 
@@ -82,7 +84,7 @@ class ProblemSampler:
         low = self.floor_slots
         require(low <= k <= self.n, f"k={k} must lie between floor_slots={low} and the n={self.n} problems")
         self.calls += 1
-        chosen = self._least_recent(np.arange(self.n), self.floor_slots)
+        chosen = self._next_of_pass(k) if self.mode == "shuffled" else self._least_recent(np.arange(self.n), low)
         if self.mode in ("heap", "band") and self.calls % self.retest_every == 0:
             for pool in (SOLVED, UNSOLVED):
                 waiting = np.setdiff1d(np.flatnonzero(self.pools() == pool), chosen)
@@ -94,8 +96,13 @@ class ProblemSampler:
         others = np.setdiff1d(np.arange(self.n), chosen)  # too few candidates: the least recently tried of any pool
         chosen = np.concatenate([chosen, self._least_recent(others, k - len(chosen))])
         self.tried[chosen], self.last_step[chosen] = self.calls * self.n + np.arange(k), step
+        self.visits[chosen] += 1
         self._push(chosen)
         return chosen
+
+    def _next_of_pass(self, count: int) -> np.ndarray:
+        """The least often asked, in random order: when a pass over all problems ends, the next one begins."""
+        return np.lexsort((self.rng.random(self.n), self.visits))[:count]
 
     def update(self, id: int, rewards: Any, step: int) -> None:
         """Fold in the (G,) successes, 0 or 1, of the answers to problem `id`."""

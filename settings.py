@@ -14,6 +14,7 @@ import losses
 from buffer import AGE_LAWS, PRIORITIES
 from envs import MissingData, load_env, make_env_factory, options_for, shows_images
 from losses import objective_of
+from problems import MODES
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
 from runtime.options import LIMITS, OLD_NAMES, OPTIONS, RELEASED, config_of_run, fill, read_config, said_now, spelled, split_options
@@ -82,8 +83,9 @@ class Args:
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     """A chat template that shows earlier answers otherwise than they were sampled (drops their thinking), in tasks of several
     turns. refuse: an error at the start. keep: go on with what was sampled, which is what is trained on."""
-    problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
-    """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
+    problem_sampler: Literal[MODES] = "shuffled"
+    """Which problems are asked: shuffled (all of them before one comes again), uniform (drawn anew each time), or by how undecided the
+    policy is on them (p(1-p) of its success rate p)."""
     problem_options: dict[str, str] = field(default_factory=dict)
     """Of --problem-sampler: priority estimate decay prior floor_slots pool_after retest_every retest_slots alpha eps band_low
     band_high target temperature."""
@@ -127,13 +129,15 @@ class Args:
     """Policy loss. None: the algorithm's."""
     loss_options: dict[str, str] = field(default_factory=dict)
     """Of the objective: aggregation correction correction_low correction_high asymre_shift advantage_clip kl_in kl_kind
-    replay_kl_kind value_clip gamma lam overlong, and those of the loss, such as eps_low eps_high dual_clip (--list)."""
+    replay_kl_kind value_clip gamma lam cut_off overlong, and those of the loss, such as eps_low eps_high dual_clip (--list)."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference, which is the policy at the start; 0: there is no reference."""
     critic_lr: float = 1e-3
-    """Learning rate of the critic (ppo)."""
+    """Learning rate of the critic (ppo). 1e-3 is for the tiny policies, 1e-5 the default for others, of whose layers it is a copy."""
+    critic_warmup: int = 0
+    """Updates, the first ones, that train the critic alone (ppo)."""
     replay_advantage: Literal["stored", "vtrace"] = "stored"
     """On replay: as computed at collection | V-trace with the current critic."""
     fresh_update: bool = True
@@ -169,7 +173,7 @@ class Args:
     replay_batch_size: int = 64
     """Entries drawn for one replay update."""
     replay_options: dict[str, str] = field(default_factory=dict)
-    """Of the buffer: beta beta_end beta_steps eps eviction unit draw max_age min_size fresh_fraction positive_fraction
+    """Of the buffer: beta beta_end eps eviction unit draw max_age min_size fresh_fraction positive_fraction
     positive_advantage_only store_without_signal drift_kl probe_episodes."""
     capacity: int = 1024
     """Entries the buffer holds."""
@@ -258,7 +262,7 @@ LIMITED = {
                 "minibatches", "replay_batch_size", "capacity", "sync_every", "eval_problems", "micro_batch_tokens", "keep_checkpoints",
                 "lr", "critic_lr", "temperature", "max_grad_norm", "tau", "context_length", "alpha"),
     "at least 0": ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
-                   "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "max_staleness", "async_rollouts"),
+                   "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "max_staleness", "async_rollouts", "critic_warmup"),
     "between 0 and 1": ("lr_end_fraction",)}
 MAY_BE_INFINITE = ("tau", "max_grad_norm")
 MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "warmup_steps", "max_grad_norm", "critic_lr",
@@ -268,8 +272,8 @@ MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fra
 
 
 def other_defaults(model: str) -> dict:
-    """Two of the defaults are for the tiny policy; the one with eyes says what it sees before it moves."""
-    return {"tiny": {}, "tiny-vlm": {"max_new_tokens": 12}}.get(model, {"max_new_tokens": 128, "lr": 1e-6})
+    """Some defaults are for the tiny policy; the one with eyes says what it sees before it moves."""
+    return {"tiny": {}, "tiny-vlm": {"max_new_tokens": 12}}.get(model, {"max_new_tokens": 128, "lr": 1e-6, "critic_lr": 1e-5})
 
 
 def told(args: Args, name: str) -> str:
@@ -426,6 +430,8 @@ def check_objective(args: Args):
         fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if args.replay_advantage == "vtrace" and "replay_advantage" in args.released:
         fail("--replay-advantage vtrace contradicts --released replay_advantage: drop one of them")
+    if not advantage.needs_values and objective.cut_off == "bootstrap":
+        fail(f"--loss-options cut_off bootstrap needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if not advantage.needs_values and args.priority == "td_error":
         fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if loss.holds_ratio and objective.correction in losses.RATIO_CORRECTIONS:

@@ -3,13 +3,11 @@
     python train.py                                         # configs/frozenlake_tiny.yaml, minutes on two CPU cores
     python train.py --replay none                           # the same without replay
     python train.py --resume runs/NAME                      # go on from its last checkpoint
-    python train.py --help                                  # every flag, its unit and its default
-    python train.py --list                                  # every objective
+    python train.py --help                                  # every flag, its unit and its default; --list: every objective
 """
 import os
 
-# Threads that wait should sleep: beside one busy process on two cores, spinning ones make a step 3.4 times as long, sleeping
-# ones 1.6 times (benchmarks/bench_threads.py).
+# threads that wait should sleep: spinning ones make a step 3.4 times as long beside a busy process, sleeping ones 1.6 times
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads
 
 import math
@@ -18,8 +16,9 @@ import numpy as np
 
 from drift import sequence_kl, token_kl
 from engines.samplers import Batch, Job
+from episode import is_sound, with_signal
 from eval import evaluate
-from judge import add_advantages, has_signal, is_sound, score, shuffle_rewards, td_errors, token_log_ratios
+from judge import add_advantages, score, shuffle_rewards, td_errors, token_log_ratios
 from losses import LOSSES
 from runtime import ranks
 from runtime.log import Clock, drift_record
@@ -28,7 +27,7 @@ from runtime.report import note_no_replay, report, watch_step
 from runtime.setup import Run, command_line, end_early, finish, open_run, rng_of, save
 from runtime.watch import refuse_broken
 from settings import Args
-from update import update
+from update import follow_plan, update
 
 
 def now(run: Run) -> int:
@@ -83,7 +82,7 @@ def remember(run: Run, batch: Batch):
         if rows:
             run.problems.update(place, [float(row["info"]["success"]) for row in rows], run.iteration)
     # ALGO LOGIC: what is stored
-    stored = [episode for episode in batch.sound if run.stores_all or has_signal(episode)]
+    stored = batch.sound if run.stores_all else with_signal(batch.sound, run.whole_groups)
     batch.stored = ranks.total(len(stored))
     if run.buffer is None:
         return
@@ -169,6 +168,7 @@ def main(args: Args) -> dict:
         run.clock = Clock()
         for run.iteration in range(run.iteration + 1, args.iterations + 1):
             run.clock.lap("save")  # logs and checkpoint of the iteration before
+            follow_plan(run.learner, run.buffer, run.iteration)
             batch = sample(run)
             if batch is None:  # interrupted, or a sampler died: this iteration did not happen
                 run.iteration -= 1

@@ -16,7 +16,7 @@ from models import Critic, recompute_layers, recomputing, token_logprobs
 from runtime import ranks
 from runtime.masters import MasterAdamW
 from runtime.metrics import diagnostics, explained_variance
-from runtime.tensors import at_least_float32, check, check_mask, floats, masked
+from runtime.tensors import at_least_float32, check, check_mask, floats, masked, no_branch
 from runtime.watch import bad_rows, where_not_finite
 
 
@@ -29,12 +29,12 @@ class Learner:
     accelerator: object
     policy: torch.nn.Module
     optimizer: MasterAdamW
-    schedule: object
     critic: torch.nn.Module | None = None
     critic_optimizer: MasterAdamW | None = None
     reference: torch.nn.Module | None = None
     scored: Counter = field(default_factory=Counter)  # tokens of `per_token` by kind, for the ledger
     image_processor: object | None = None
+    place: int = 0  # updates of the plan that lie behind, whether or not they took a step; learning rate and beta follow it
 
     @property
     def device(self):
@@ -247,9 +247,13 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
         """The norm of its gradient before the clipping."""
         return float(ranks.whole(torch.nn.utils.clip_grad_norm_(module.parameters(), args.max_grad_norm)))
 
+    lr = learning_rate(args, learner.place)
+    learner.place += 1
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
     metrics = gradients(learner, episodes, weights, ages, proximal_BT, replayed)
     trained = metrics["tokens_trained"] > 0
-    metrics |= {"lr": learner.schedule.get_last_lr()[0], "without_signal": int(not trained),
+    metrics |= {"lr": lr, "without_signal": int(not trained),
                 "grad_norm": clipped(learner.policy) if trained else 0.0}
     checked = [metrics["loss"], metrics["grad_norm"]]
     if learner.critic is not None:
@@ -259,33 +263,47 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     if metrics["nonfinite"]:
         metrics["where"] = where_not_finite(learner, metrics, partial(score, learner.policy, episodes, learner),
                                             partial(gradients, learner, episodes, weights, ages, proximal_BT, replayed))
-    metrics["steps"] = int(not metrics["nonfinite"] and (trained or "step_without_signal" in args.released))
+    fine = not metrics["nonfinite"] and (trained or "step_without_signal" in args.released)
+    warming = learner.critic is not None and steps_of(learner.critic_optimizer) < args.critic_warmup
+    metrics["steps"] = int(fine and not warming)
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
             for parameter in learner.optimizer.trained:
                 parameter.grad = torch.zeros_like(parameter)
         learner.optimizer.step()
-        learner.schedule.step()
-        if learner.critic is not None:
-            learner.critic_optimizer.step()
+    if fine and learner.critic is not None:
+        learner.critic_optimizer.step()
     for optimizer in learner.optimizers().values():
         optimizer.zero_grad()
     return metrics
 
 
-def learning_rate_factor(args):
-    """step -> share of --lr: linear warm-up, then the schedule over all planned steps, and flat after its end."""
-    fresh = args.fresh_update * args.fresh_epochs * args.minibatches
-    if args.lr_schedule not in ("constant", "linear", "cosine"):
-        raise ValueError(f"--lr-schedule {args.lr_schedule} is allowed, but learning_rate_factor in update.py has no branch for it: "
-                         "add one")
-    planned = args.iterations * (fresh + args.replay_updates * ("lr_steps" not in args.released))
+def steps_of(optimizer) -> int:
+    return max((int(entry["step"]) for entry in optimizer.state_dict()["state"].values()), default=0)
 
-    def factor(step):
-        done = min(1.0, max(0, step - args.warmup_steps) / max(1, planned - args.warmup_steps))
-        fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[args.lr_schedule]
-        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * (args.lr_end_fraction + (1 - args.lr_end_fraction) * fall)
-    return factor
+
+def planned_updates(args) -> tuple[int, int]:
+    """Of an iteration: on fresh episodes, and on replayed ones."""
+    return args.fresh_update * args.fresh_epochs * args.minibatches, args.replay_updates
+
+
+def follow_plan(learner: Learner, buffer, iteration: int):
+    """Learning rate and beta follow the share of iterations that is done: updates which find nothing to learn from change neither."""
+    learner.place = (iteration - 1) * sum(planned_updates(learner.args))
+    if buffer is not None:
+        buffer.progress = (iteration - 1) / max(1, learner.args.iterations - 1)
+
+
+def learning_rate(args, place: int) -> float:
+    """At a place among the planned updates: linear warm-up, then the schedule until the last one."""
+    fresh, replayed = planned_updates(args)
+    planned = args.iterations * (fresh + replayed * ("lr_steps" not in args.released))
+    done = min(1.0, max(0, place - args.warmup_steps) / max(1, planned - args.warmup_steps))
+    falls = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    if args.lr_schedule not in falls:
+        raise no_branch("--lr-schedule", args.lr_schedule, "learning_rate in update.py")
+    warm = min(1.0, (place + 1) / max(1, args.warmup_steps))
+    return args.lr * (warm * (args.lr_end_fraction + (1 - args.lr_end_fraction) * falls[args.lr_schedule]))
 
 
 def make_learner(args, policy, image_processor=None) -> Learner:
@@ -314,5 +332,4 @@ def make_learner(args, policy, image_processor=None) -> Learner:
         recompute_layers(policy)
     critic = prepared(Critic(policy), args.critic_lr) if ADVANTAGES[objective.advantage].needs_values else (None, None)
     policy, optimizer = prepared(policy, args.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(args))
-    return Learner(args, objective, accelerator, policy, optimizer, schedule, *critic, reference, image_processor=image_processor)
+    return Learner(args, objective, accelerator, policy, optimizer, *critic, reference, image_processor=image_processor)

@@ -133,7 +133,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
             processor.save_pretrained(temporary)
             for name, tensors in (others | more).items():
                 save_file(tensors, temporary / f"{name}.safetensors")
-            more_state = {"schedule": learner.schedule.last_epoch, "args": asdict(learner.args), "format": FORMAT}
+            more_state = {"args": asdict(learner.args), "format": FORMAT}
             (temporary / "state.json").write_text(json.dumps(state | more_state, indent=1))
             save_base(temporary, base, (folder / "base").resolve())
     if ranks.first():
@@ -173,10 +173,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
             parameter = optimizer.param_groups[0]["params"][int(index)]
             moments.setdefault(int(index), {})[moment] = ranks.like(value, parameter) if value.ndim else value
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    learner.schedule.last_epoch = state.pop("schedule")
-    learner.schedule._last_lr = learner.schedule.get_lr()
-    for group, lr in zip(learner.optimizer.param_groups, learner.schedule._last_lr):
-        group["lr"] = lr
+    state.pop("schedule", None)  # of older checkpoints
     for name, memory in memories.items():
         shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
         as_before = len(shards) == ranks.world()

@@ -18,6 +18,11 @@ def stores_everything(args) -> bool:
     return not (silent and args.replay in PRIORITIZED)
 
 
+def whole_groups(args) -> bool:
+    """Whether a group is stored with all its members: where it is drawn as one, or normalised again when drawn."""
+    return args.replay_options["unit"] == "group" or "replay_advantage" in args.released
+
+
 def make_problem_sampler(args, problems: int) -> ProblemSampler:
     options = dict(args.problem_options)
     band = options.pop("band_low"), options.pop("band_high")
@@ -30,7 +35,6 @@ def make_buffer(args) -> ReplayBuffer:
     return ReplayBuffer(
         ranks.share_size(args.capacity), sampler="prioritized" if args.replay in PRIORITIZED else args.replay,
         priority=args.priority, alpha=args.alpha, age_law=args.age_law, tau=FIRST_TAU if args.tau == "auto" else args.tau,
-        beta_steps=args.replay_options["beta_steps"] or max(1, args.iterations * args.replay_updates),
         insert_priority="max" if "insert_max" in args.released else args.insert_priority,
         is_includes_age="is_includes_age" in args.released, min_size=ranks.share_size(args.replay_options["min_size"]),
         seed=ranks.seed(args.seed), **{name: args.replay_options[name] for name in names})

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from episode import PLAYED
-from judge import has_signal
+from episode import has_signal
 from runtime import ranks
 from runtime.ledger import ratio
 from runtime.tensors import LOG_RATIO_LIMIT, check, check_mask, clamp_log_ratio, floats, masked, sequence_log_ratio

@@ -66,8 +66,7 @@ OPTIONS = {
         "temperature": Option(1e-3, float, "dots: how far from it", "above 0")},
     "replay_options": {
         "beta": Option(0.4, float, "importance-weight exponent at the start", "between 0 and 1"),
-        "beta_end": Option(1.0, float, "and after beta_steps draws", "between 0 and 1"),
-        "beta_steps": Option(None, int, "draws over which it rises. None: the planned number of replay updates", "above 0"),
+        "beta_end": Option(1.0, float, "and in the last iteration", "between 0 and 1"),
         "eps": Option(0.01, float, "added to base priorities", "at least 0"),
         "eviction": Option("fifo", tuple(EVICTIONS), "which entry leaves a full buffer: the one that came in first, or that "
                            "of the lowest decayed priority"),
@@ -104,10 +103,12 @@ def loss_table(kind: str) -> dict[str, Option]:
                              may_be_none=True),
         "gamma": Option(1.0, float, "discount for each action token", "between 0 and 1"),
         "lam": Option(1.0, float, "GAE's lambda", "between 0 and 1"),
+        "cut_off": Option("terminal", ("terminal", "bootstrap"), "what comes after an episode that --max-turns or the context cut off, for "
+                          "the critic: nothing, which is right where the policy sees how many turns are left, or the critic's value"),
         "overlong": Option("train", ("train", "mask"), "episodes whose last turn hit --max-new-tokens, or that the context could not "
                            "hold any longer: trained like others, or left out of the updates (they count in their group's mean)")}
     for name, default in losses.user_options(kind).items():
-        what = losses.LEVELS if name == "level" else float
+        what = {"level": losses.LEVELS, "m2_rule": losses.M2_RULES}.get(name, float)
         table[name] = Option(None, what, f"of {kind}, {default} by default", "" if name == "success_reward" else "at least 0")
     return table
 

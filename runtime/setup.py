@@ -37,7 +37,7 @@ from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerp
 from runtime.files import claim, fail, flat, give_back, taken, task_files, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
-from runtime.memories import make_buffer, make_problem_sampler, stores_everything
+from runtime.memories import make_buffer, make_problem_sampler, stores_everything, whole_groups
 from runtime.options import list_objectives, spelled
 from runtime.watch import Watch
 from settings import MAY_CHANGE_ON_RESUME, Args, parse_args
@@ -68,6 +68,7 @@ class Run:
     drift: DriftEstimator | None = None
     recent: ReplayBuffer | None = None  # the last episodes, stored or not: the drift is measured on them
     stores_all: bool = True  # also episodes whose advantages are all 0
+    whole_groups: bool = False  # also those, where others of their group have some
     surroundings: dict | None = None
     start_files: dict | None = None  # contents by name, of a policy at the start that would be made anew otherwise
     source: Direct | Samplers | None = None  # where episodes come from
@@ -194,7 +195,7 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
                     "parallel": args.engine_options["parallel"], "context_length": context_length},
               random=GlobalRandomness(args.seed),
               problems=make_problem_sampler(args, len(train_problems)),
-              watch=Watch(args), stores_all=stores_everything(args),
+              watch=Watch(args), stores_all=stores_everything(args), whole_groups=whole_groups(args),
               ledger=Ledger({}, parameters, lora=args.lora_rank > 0, critic=learner.critic is not None,
                             recompute=args.gradient_checkpointing, samplers=args.async_rollouts))
     if args.replay != "none":

@@ -35,7 +35,7 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     """
     groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
     for shard in shards:
-        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau", "beta_steps"))
+        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau"))
         for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
             groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
     dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]

@@ -2,6 +2,7 @@
 import torch
 
 LOG_RATIO_LIMIT = 20.0
+ROUNDING = 1e-7  # of float32 numbers of about 1: a reward or an advantage that is smaller is none
 
 
 def no_branch(what, kind, function):
@@ -37,6 +38,11 @@ def masked(tensor_BT, mask_BT):
 def floats(tensors):
     """A dict of 0-d tensors as plain floats, in one transfer."""
     return dict(zip(tensors, torch.stack([tensor.detach().double() for tensor in tensors.values()]).tolist()))
+
+
+def nearly_equal(low, high):
+    """Whether rewards between `low` and `high` differ only by what rounding leaves in sums of float32 numbers."""
+    return high - low <= ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1)
 
 
 def clamp_log_ratio(difference):

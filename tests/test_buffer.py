@@ -625,15 +625,13 @@ def test_weights_by_hand():
 
 def test_beta_zero_gives_ones_and_beta_is_annealed_to_its_end():
     assert (filled([1.0, 5.0, 9.0], beta=0.0, beta_end=0.0).sample(2, 0).weights == 1).all()
-    buffer = filled([1.0, 5.0, 9.0], beta=0.4, beta_end=1.0, beta_steps=4)
-    seen = []
-    for _ in range(6):
-        seen.append(buffer.beta)
-        buffer.sample(2, 0)
-    assert seen == pytest.approx([0.4, 0.55, 0.7, 0.85, 1.0, 1.0])
-    constant = filled([1.0, 2.0], beta=0.4)
-    constant.sample(1, 0)
-    assert constant.beta == 0.4
+    buffer = filled([1.0, 2.0, 3.0, 4.0], tau=math.inf, beta=0.4, beta_end=1.0)
+    for progress, beta in ((0.0, 0.4), (0.25, 0.55), (0.5, 0.7), (1.0, 1.0)):
+        buffer.progress = progress
+        assert buffer.beta == pytest.approx(beta)
+        sample = buffer.sample(2, 0)
+        expected = (4 * np.array([0.1, 0.2, 0.3, 0.4])[sample.ids]) ** -beta
+        np.testing.assert_allclose(sample.weights, expected / expected.max(), rtol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------- base priorities
@@ -970,9 +968,9 @@ def test_loading_into_other_settings_is_refused():
     state = filled([1.0, 2.0]).state_dict()
     with pytest.raises(ValueError, match="unit='episode', this one unit='group'"):
         ReplayBuffer(2, alpha=1.0, unit="group").load_state_dict(state)
-    longer = ReplayBuffer(2, alpha=1.0, beta_steps=50)
-    longer.load_state_dict(state)
-    assert longer.beta_steps == 50 and len(longer) == 2
+    other = ReplayBuffer(2, alpha=1.0, seed=50)
+    other.load_state_dict(state)
+    assert len(other) == 2
 
 
 # ----------------------------------------------------------------------------------------------------- bad input

@@ -89,7 +89,7 @@ VALUES = {  # options stand behind the name of their flag
     "released": [name for name in RELEASED], "age_law": ["exponential"], "capacity": [2, 5, 16],
     "tau": [0.01, 30, "inf", "auto"], "alpha": [0, 0.6, 3], "priority": list(PRIORITIES),
     **{f"replay_options.{name}": values for name, values in {
-        "beta": [0, 0.4, 1], "beta_end": [0, 1], "beta_steps": [1, 3], "eps": [0, 0.01],
+        "beta": [0, 0.4, 1], "beta_end": [0, 1], "eps": [0, 0.01],
         "eviction": ["fifo", "lowest_priority"], "unit": ["episode", "group"], "draw": ["systematic", "stratified", "iid"],
         "max_age": [0, 1, 9], "positive_fraction": [0, 0.5, 1], "positive_advantage_only": [True], "fresh_fraction": [0, 0.5, 1],
         "probe_episodes": [2, 8], "min_size": [0, 3], "store_without_signal": [True, False]}.items()},

@@ -293,7 +293,7 @@ def extras(kind, data):
 VARIANTS = [(kind, {}) for kind in LOSSES] + [
     ("ppo_clip", {"eps_low": 0.1, "eps_high": 0.28, "dual_clip": 1.3}), ("ppo_clip", {"ratio_cap": 1.4}),
     ("is_reinforce", {"level": "sequence", "is_cap": 1.5}), ("is_reinforce", {"is_cap": 1.1}),
-    ("gspo", {"eps_low": 0.1, "eps_high": 0.1}), ("m2po", {"floor_low": 0.0, "floor_high": 0.0}),
+    ("gspo", {"eps_low": 0.1, "eps_high": 0.1}), ("m2po", {"m2_rule": "cap"}),
     ("cispo", {"eps_low": 1.0, "eps_high": 0.3}), ("one_side", {"eps_low": 0.6, "eps_high": 2.0}),
     ("decoupled_ppo", {"correction_high": 1.1, "dual_clip": 2.0})]
 
@@ -301,24 +301,27 @@ VARIANTS = [(kind, {}) for kind in LOSSES] + [
 def surrogate(
         kind, logprobs, frozen, behavior, advantages, mask, *, proximal_logprobs_BT=None, correction_high=2.0,
         reference_logprobs_BT=None, tba_beta=None, rewards_B=None, group_ids_B=None, level="token", is_cap=2.0,
-        eps_low=None, eps_high=None, dual_clip=None, ratio_cap=None, floor_low=0.3, floor_high=0.5):
+        eps_low=None, eps_high=None, dual_clip=None, ratio_cap=None, m2_rule="remove"):
     """Loops over numbers, written from the papers: the loss matrix at `logprobs`, with detached factors at `frozen`."""
     eps_low = eps_low if eps_low is not None else 3e-4 if kind == "gspo" else 0.2
     eps_high = eps_high if eps_high is not None else 4e-4 if kind == "gspo" else 0.2
     loss = np.zeros(mask.shape)
     clip = lambda x, low, high: min(max(x, low), high)
     anchor = proximal_logprobs_BT if kind == "decoupled_ppo" else behavior
-    if kind == "m2po":  # bisection on the cap of the harmful tokens' squared log-ratios
-        squares = [
-            (frozen[b, t] - behavior[b, t]) ** 2
-            for b, t in zip(*np.nonzero(mask))
-            if advantages[b, t] * (frozen[b, t] - behavior[b, t]) > 0
-        ]
+    if kind == "m2po":
+        squares = sorted((frozen[b, t] - behavior[b, t]) ** 2 for b, t in zip(*np.nonzero(mask))
+                         if advantages[b, t] * (frozen[b, t] - behavior[b, t]) > 0)
+        kept = list(squares)
+        while np.mean(kept) > 0.04:
+            removed = kept.pop()
+        bound = (kept[-1] ** 0.5 + removed**0.5) / 2
+        eps_low, eps_high = 1 - math.exp(-bound), math.exp(bound) - 1
+    if kind == "m2po" and m2_rule == "cap":  # bisection on the cap of the harmful tokens' squared log-ratios
         low, high = 0.0, 1e6
         for _ in range(200):
             middle = (low + high) / 2
             low, high = (middle, high) if np.mean(np.minimum(squares, middle)) <= 0.04 else (low, middle)
-        eps_low, eps_high = max(1 - math.exp(-(low**0.5)), floor_low), max(math.exp(low**0.5) - 1, floor_high)
+        eps_low, eps_high = 1 - math.exp(-(low**0.5)), math.exp(low**0.5) - 1
     for b in range(mask.shape[0]):
         tokens = np.nonzero(mask[b])[0]
         if len(tokens) == 0:
@@ -472,7 +475,7 @@ def test_each_loss_differs_from_reinforce_off_policy_where_its_formula_says_so()
         "m2po": [0, 0.5, 1.5, 0],
         "gspo": [0, 0.5, 1.5, 0]}
     for kind, expected in factors.items():
-        options = {"m2_bound": 0.3, "floor_low": 0.0, "floor_high": 0.0} if kind == "m2po" else {}
+        options = {"m2_bound": 0.3} if kind == "m2po" else {}
         assert (gradient(kind, data, **options) / base)[:, 0].tolist() == pytest.approx(expected), kind
     # decoupled: no distance from the proximal policy, so no clip; the weight is truncated at 1.2
     proximal = {"proximal_logprobs_BT": data["logprobs_BT"], "correction_high": 1.2}
@@ -708,26 +711,47 @@ def test_topr_is_bounded_where_reinforce_is_not():
     assert min(losses_at("topr")) > -1.01 and min(losses_at("reinforce")) == -15.0
 
 
-def test_m2po_bound_meets_the_budget_and_is_idempotent():
+def test_m2po_as_in_algorithm_1_keeps_as_many_harmful_tokens_as_the_budget_holds():
     data = batch(seed=8, spread=0.8)
-    names = ("logprobs_BT", "behavior_logprobs_BT", "advantages_BT", "mask_BT")
-    logprobs_BT, behavior_BT, advantages_BT, mask_BT = (data[name] for name in names)
+    logprobs_BT, behavior_BT, mask_BT, advantages_BT = data.values()
+    difference_BT = logprobs_BT - behavior_BT
+    harmful_BT = mask_BT & (advantages_BT * difference_BT > 0)
     for budget in (0.001, 0.04, 0.3):
-        bound = losses.m2po_bound(logprobs_BT, behavior_BT, advantages_BT, mask_BT, m2_budget=budget)
+        bound = losses.m2po_bound(**data, m2_budget=budget)
+        kept_BT = harmful_BT & (difference_BT.abs() <= bound)
+        square_N = difference_BT[harmful_BT].square().sort().values
+        assert not kept_BT.any() or difference_BT[kept_BT].square().mean() <= budget
+        assert square_N[:kept_BT.sum() + 1].mean() > budget  # one more would be too much
+        # what is taken out has no gradient, what is kept has that of ratio * A
+        logprobs_BT.requires_grad_(True).grad = None
+        losses.policy_loss("m2po", **data, m2_budget=budget)[0].backward()
+        right_BT = torch.where(mask_BT & (kept_BT | ~harmful_BT), -difference_BT.detach().exp() * advantages_BT, 0.0) / mask_BT.sum()
+        assert torch.allclose(logprobs_BT.grad, right_BT)
+        logprobs_BT.requires_grad_(False)
+    assert losses.m2po_bound(**data, m2_budget=100.0) == math.inf
+    assert losses.m2po_bound(behavior_BT, behavior_BT, advantages_BT, mask_BT) == math.inf
+    # by hand: squares 1, 4, 9 with budget 2: mean 14/3, without the largest 5/2, without two 1; between 1 and 2
+    ones = torch.ones(1, 3)
+    by_hand = torch.tensor([[1.0, 2.0, 3.0]]) - 9, ones - 10, ones, ones.bool()
+    assert losses.m2po_bound(*by_hand, m2_budget=2.0) == pytest.approx(1.5)
+    assert losses.m2po_bound(*by_hand, m2_budget=0.5) == pytest.approx(0.5)  # all go
+    assert losses.m2po_bound(*by_hand, m2_budget=2.6) == pytest.approx(2.5)
+    # the released training caps them: (1 + c + c) / 3 = 2
+    assert losses.m2po_bound(*by_hand, m2_budget=2.0, m2_rule="cap") == pytest.approx(math.sqrt(2.5))
+
+
+def test_m2po_with_a_cap_meets_the_budget_and_is_idempotent():
+    data = batch(seed=8, spread=0.8)
+    logprobs_BT, behavior_BT, mask_BT, advantages_BT = data.values()
+    for budget in (0.001, 0.04, 0.3):
+        bound = losses.m2po_bound(**data, m2_budget=budget, m2_rule="cap")
         difference_BT = logprobs_BT - behavior_BT
         harmful_BT = mask_BT & (advantages_BT * difference_BT > 0)
         capped_BT = torch.where(harmful_BT, difference_BT.clamp(-bound, bound), difference_BT)
         assert capped_BT[harmful_BT].square().mean().item() == pytest.approx(budget, rel=1e-9)
-        again = losses.m2po_bound(
-            behavior_BT + capped_BT * (1 - 1e-9), behavior_BT, advantages_BT, mask_BT, m2_budget=budget
-        )
+        again = losses.m2po_bound(behavior_BT + capped_BT * (1 - 1e-9), behavior_BT, advantages_BT, mask_BT, m2_budget=budget,
+                                  m2_rule="cap")
         assert again == math.inf
-    assert losses.m2po_bound(logprobs_BT, behavior_BT, advantages_BT, mask_BT, m2_budget=100.0) == math.inf
-    assert losses.m2po_bound(behavior_BT, behavior_BT, advantages_BT, mask_BT) == math.inf
-    # by hand: squares 1, 4, 9 with budget 2: cap c with (1 + c + c) / 3 = 2
-    ones = torch.ones(1, 3)
-    bound = losses.m2po_bound(torch.tensor([[1.0, 2.0, 3.0]]) - 9, ones - 10, ones, ones.bool(), m2_budget=2.0)
-    assert bound == pytest.approx(math.sqrt(2.5))
 
 
 def test_m2po_needs_the_whole_steps_bound_to_split():
@@ -881,6 +905,49 @@ def test_kl_gradients_by_enumeration():
     assert not torch.allclose(kl_gradient("k3", "mu")[0], forward, atol=0.01)
     for kind in ("k1", "k3", "k3_straight_through"):  # values are unbiased on samples of pi
         assert kl_gradient(kind, "pi")[3] == pytest.approx(kl_gradient(kind, "pi")[4], rel=1e-12)
+
+
+@pytest.mark.parametrize("kind, slopes", [
+    ("k1", [1, 1, 1, 1, 1]), ("k2", [-20, -19, 0.5, 19, 20]), ("k3_straight_through", [-20, -19, 0.5, 19, 20]),
+    ("k3", [-20, -20, 1 - math.exp(-0.5), 1 - math.exp(-19), 1])])
+def test_the_gradient_of_a_kl_is_bounded_and_keeps_its_direction_far_away(kind, slopes):
+    """k3's was -1.8e8 at a log-ratio of -19, and 0 beyond +-20 for all."""
+    d = torch.tensor([-40.0, -19.0, 0.5, 19.0, 40.0])
+    logp = (d - 50).requires_grad_(True)
+    losses.kl(kind, logp, torch.full((5,), -50.0)).sum().backward()
+    assert logp.grad.tolist() == pytest.approx(slopes, rel=1e-5)
+
+
+def test_the_gradient_of_is_k3_is_the_ratio_times_the_log_ratio_and_bounded():
+    logp, ref = torch.tensor([-2.0, -2.0, -2.0], requires_grad=True), torch.tensor([-1.0, -2.5, -32.0])
+    behavior = torch.tensor([-1.0, -3.0, -4.0])
+    losses.kl("is_k3", logp, ref, ratio=(logp - behavior).exp()).sum().backward()
+    assert logp.grad.tolist() == pytest.approx([-1 * math.exp(-1), 0.5 * math.e, 20])
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo", "reinforce", "reinforce++_baseline", "reinforce++"])
+def test_rewards_that_are_equal_but_for_rounding_are_no_signal(kind):
+    """-0.1 nine times and 0.9 sum to 1.1e-16 in one order, to 1.4e-16 in the other, and in float32 to 1e-8."""
+    turns = np.array([[-0.1] * 9 + [0.9], [0.9] + [-0.1] * 9])
+    returns = [sum(turns[0]), sum(turns[1]), 1.5e-8, -1.2e-8]
+    assert returns[0] != returns[1]
+    mask_BT = torch.ones(4, 10, dtype=torch.bool)
+    rewards = torch.tensor(returns, dtype=torch.float64)
+    if ADVANTAGES[kind].per_token:
+        rewards = torch.nn.functional.pad(rewards[:, None], (9, 0))
+    advantages_BT = losses.compute_advantages(kind, rewards, torch.zeros(4, dtype=torch.long), mask_BT)
+    assert not advantages_BT.any()
+    shifted_BT = losses.compute_advantages(kind, rewards if ADVANTAGES[kind].per_token else rewards + 3e4, torch.arange(4) // 2,
+                                           mask_BT, baseline=3e4)
+    assert not shifted_BT.any()
+
+
+def test_whitening_leaves_nothing_of_a_value_at_the_mean():
+    """Group means of (0, 0.1, 0.2) and of (1, 1): the middle ones are 8e-18 from the mean of all."""
+    mask_BT = torch.ones(5, 3, dtype=torch.bool)
+    rewards_B, groups_B = torch.tensor([0.0, 0.1, 0.2, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1])
+    advantages_BT = losses.compute_advantages("reinforce++_baseline", rewards_B, groups_B, mask_BT)
+    assert advantages_BT.any(1).tolist() == [True, False, True, False, False]
 
 
 def test_kl_values_by_hand_and_reference_detached():

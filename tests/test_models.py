@@ -52,6 +52,20 @@ def test_following_messages_are_what_the_template_renders():
     assert chat.start("Walk") + answer + chat.follow("player 1 2", answer[-1]) == whole
 
 
+def test_log_probs_keep_their_digits_where_logits_are_large():
+    """chosen - (max + log sum) is off by 4e-4 at logits of 1e4; here of 10,000, 10,001 and 10,002."""
+    hidden_ND = torch.ones(1, 1, requires_grad=True)
+    weight_VD = torch.tensor([[10000.0], [10001.0], [10002.0]])
+    right_V = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).log_softmax(0)
+    for token in range(3):
+        logprobs_N, entropy_N = token_logprobs_from_hidden(hidden_ND, weight_VD, torch.tensor([token]))
+        assert logprobs_N.item() == pytest.approx(right_V[token].item(), abs=2e-7)
+        assert entropy_N.item() == pytest.approx(-(right_V.exp() * right_V).sum().item(), abs=1e-6)
+        (slope,) = torch.autograd.grad(logprobs_N.sum(), hidden_ND)
+        p_V = right_V.exp()
+        assert slope.item() == pytest.approx((weight_VD[token, 0].double() - (p_V * weight_VD[:, 0].double()).sum()).item(), abs=0.01)
+
+
 def test_token_logprobs_equal_those_of_the_plain_way(tiny_folder):
     model, _ = load_policy(tiny_folder)
     generator = torch.Generator().manual_seed(0)

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from problems import ACTIVE, SOLVED, UNSOLVED, ProblemSampler
+from problems import ACTIVE, MODES, SOLVED, UNSOLVED, ProblemSampler
 
-MODES = ("uniform", "heap", "proportional", "band", "dots")
 
 
 def play(sampler, success, calls, k, rng, group=8):
@@ -136,7 +135,7 @@ def test_heap_with_lazy_invalidation_equals_sorting(n, floor, seed, priority, ra
         assert len(sampler.heap) <= 5 * n + 64 + 4
 
 
-@given(st.sampled_from(MODES), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
+@given(st.sampled_from([mode for mode in MODES if mode != "shuffled"]), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_every_problem_is_visited_in_time(mode, n, floor, seed):
     rng = np.random.default_rng(seed)
@@ -191,6 +190,19 @@ def test_dots_prefers_the_target_difficulty():
     np.testing.assert_allclose(weights, np.exp([-1, 0, -2, -1]))
 
 
+@pytest.mark.parametrize("n, k", [(12, 4), (12, 5), (7, 7), (5, 3)])
+def test_a_shuffled_pass_asks_every_problem_before_any_comes_again(n, k):
+    sampler, rng = ProblemSampler(n, mode="shuffled", seed=3), np.random.default_rng(0)
+    asked = list(itertools.chain(*play(sampler, [0.5] * n, 10 * n, k, rng)))
+    passes = [asked[start:start + n] for start in range(0, len(asked), n)]
+    if n % k == 0:  # three batches of four of twelve problems: all twelve, in another order each time
+        assert all(sorted(each) == list(range(n)) for each in passes) and passes[0] != passes[1]
+    counts = np.bincount(asked, minlength=n)
+    assert counts.max() - counts.min() <= 1
+    first = [tuple(ProblemSampler(n, mode="shuffled", seed=seed).select(k, 0).tolist()) for seed in range(20)]
+    assert len(set(first)) > 1
+
+
 def test_uniform_is_uniform():
     sampler, rng = ProblemSampler(6, mode="uniform"), np.random.default_rng(0)
     visited = play(sampler, [0.0, 1.0, 0.5, 0.5, 0.5, 0.5], 3000, 3, rng)
@@ -238,7 +250,8 @@ def test_heap_asks_the_undecided_problems_more():
     visits = {mode: np.array(play(ProblemSampler(30, mode=mode), success, 200, 5, rng)) for mode in MODES}
     share = {mode: (ids >= 20).mean() for mode, ids in visits.items()}
     assert share["uniform"] == pytest.approx(1 / 3, abs=0.03)
-    assert all(share[mode] > 0.45 for mode in MODES if mode != "uniform")
+    assert share["shuffled"] == pytest.approx(1 / 3, abs=1e-3)
+    assert all(share[mode] > 0.45 for mode in MODES if mode not in ("uniform", "shuffled"))
     assert share["heap"] > 0.65
 
 

@@ -16,7 +16,7 @@ from runtime.shards import load_buffer, save_buffer, take_share
     [
         {}, {"draw": "iid"}, {"unit": "group"}, {"sampler": "positive_bias", "positive_fraction": 0.25}, {"max_age": 6},
         {"sampler": "uniform"}, {"eviction": "lowest_priority", "insert_priority": "max"}, {"tau": math.inf},
-        {"sampler": "never_used_first", "fresh_fraction": 0.25}, {"beta_steps": 40}, {"sampler": "newest"},
+        {"sampler": "never_used_first", "fresh_fraction": 0.25}, {"beta_end": 0.5}, {"sampler": "newest"},
     ],
 )  # fmt: skip
 def test_saved_and_loaded_buffers_continue_alike(arguments, tmp_path):

@@ -30,7 +30,7 @@ from runtime.memories import FIRST_TAU
 from runtime.options import with_new_names
 from settings import Args, parse_args
 from train import main
-from update import gradients, learning_rate_factor, make_learner, update
+from update import follow_plan, gradients, learning_rate, make_learner, update
 
 
 def metrics_of(run):
@@ -105,7 +105,8 @@ def refused(capsys, *flags):
     (["--loss-options", "correction", "tis_token"], ["tis_token", "decoupled_ppo"]),
     (["--format-penalty", "nan"], ["--format-penalty nan", "a number"]),
     (["--tiny-options", "skill", "1.5"], ["between 0 and 1"]),
-    (["--replay-options", "beta_steps", "0"], ["--replay-options beta_steps 0", "above 0"]),
+    (["--replay-options", "beta_end", "1.5"], ["--replay-options beta_end 1.5", "between 0 and 1"]),
+    (["--loss-options", "cut_off", "bootstrap"], ["cut_off bootstrap", "critic", "--algo ppo"]),
     (["--loss-options", "advantage_clip", "-1"], ["--loss-options advantage_clip -1", "above 0"]),
     (["--seed", "-1"], ["--seed -1"]),
     (["--env", "frozen_lake"], ["frozen_lake", "frozenlake"]),
@@ -443,15 +444,30 @@ def test_rows_without_signal_change_nothing_but_the_denominator(played):
     assert metrics["nonzero_advantage_rows"] == pytest.approx(len(useful) / len(episodes))
 
 
-def test_the_learning_rate_covers_all_steps():
-    args = Args(iterations=10, replay_updates=2, fresh_epochs=2, minibatches=3, warmup_steps=4, lr_end_fraction=0.1)
-    factor = learning_rate_factor(args)
+def test_the_learning_rate_covers_all_planned_updates():
+    args = Args(iterations=10, replay_updates=2, fresh_epochs=2, minibatches=3, warmup_steps=4, lr=1.0, lr_end_fraction=0.1)
     planned = 10 * (2 * 3 + 2)
-    assert [factor(step) for step in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-    assert factor(planned) == pytest.approx(0.1) and factor(10 * planned) == pytest.approx(0.1)
-    assert factor(planned // 2) == pytest.approx(0.1 + 0.9 * (1 - (40 - 4) / (80 - 4)))
-    fresh_only = learning_rate_factor(Args(**{**vars(args), "released": ["lr_steps"]}))
-    assert fresh_only(60) == pytest.approx(0.1) and factor(60) > 0.2
+    assert [learning_rate(args, place) for place in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert learning_rate(args, planned) == pytest.approx(0.1) and learning_rate(args, 10 * planned) == pytest.approx(0.1)
+    assert learning_rate(args, planned // 2) == pytest.approx(0.1 + 0.9 * (1 - (40 - 4) / (80 - 4)))
+    fresh_only = Args(**{**vars(args), "released": ["lr_steps"]})
+    assert learning_rate(fresh_only, 60) == pytest.approx(0.1) and learning_rate(args, 60) > 0.2
+
+
+def test_learning_rate_and_beta_follow_the_iterations_whatever_the_updates_find(played, tiny_folder):
+    """Updates without signal, or replay that is not ready yet, take no step: the schedule must end with the run all the same."""
+    _, episodes = played
+    silent = [replace(episode, advantages=0 * episode.advantages) for episode in episodes[:8]]
+    args = Args(iterations=5, replay_updates=3, warmup_steps=0, lr=1.0, lr_end_fraction=0.0)
+    learner, buffer = make_learner(args, load_policy(tiny_folder)[0]), ReplayBuffer(4, beta=0.4, beta_end=1.0)
+    rates, betas = [], []
+    for iteration in range(1, 6):
+        follow_plan(learner, buffer, iteration)
+        rates += [update(learner, silent)["lr"] for _ in range(iteration % 2 + 1)]  # of the four that were planned
+        betas.append(buffer.beta)
+    planned = [(1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0), (5, 0), (5, 1)]
+    assert rates == pytest.approx([1 - (4 * (iteration - 1) + number) / 20 for iteration, number in planned])
+    assert betas == pytest.approx([0.4, 0.55, 0.7, 0.85, 1.0])
 
 
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was(played, tiny_folder):
@@ -461,7 +477,7 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(played, tiny_f
         learner.policy.lm_head.weight[0] = math.nan
     before = {name: value.clone() for name, value in learner.policy.state_dict().items()}
     metrics = update(learner, episodes)
-    assert metrics["nonfinite"] == 1 and metrics["steps"] == 0 and learner.schedule.last_epoch == 0
+    assert metrics["nonfinite"] == 1 and metrics["steps"] == 0
     assert all(torch.equal(before[name], value, ) or name == "lm_head.weight" for name, value in learner.policy.state_dict().items())
     assert torch.equal(before["lm_head.weight"][1:], learner.policy.lm_head.weight[1:])
     assert not learner.optimizer.state_dict()["state"]
@@ -473,7 +489,7 @@ def test_an_update_without_signal_takes_no_step(played, tiny_folder):
     for released, steps in (([], 0), (["step_without_signal"], 1)):
         learner = make_learner(Args(algo="grpo", released=released), load_policy(tiny_folder)[0])
         metrics = update(learner, silent)
-        assert (metrics["steps"], metrics["without_signal"], learner.schedule.last_epoch) == (steps, 1, steps)
+        assert (metrics["steps"], metrics["without_signal"]) == (steps, 1)
 
 
 def test_too_many_broken_environments_end_the_run_with_the_traceback(tmp_path, quick_flags, tiny_folder, monkeypatch, capsys):

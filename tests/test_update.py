@@ -1,18 +1,23 @@
 """The optimiser step with a real tiny policy: critic, reference, corrections and the replay switches."""
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from buffer import ReplayBuffer
 from conftest import tiny_lake
 from engines.hf import HFEngine
-from judge import add_advantages, padded, per_token, score, td_errors, token_rewards
+from episode import with_signal
+from judge import add_advantages, padded, per_token, score, td_errors, token_rewards, values_and_rewards
 from losses import gae, objective_of
 from models import load_policy
 from policies.chat import Chat
 from rollout import collect
 from runtime.masters import MasterAdamW
+from runtime.memories import whole_groups
 from settings import Args
 from update import gradients, make_learner, replay_advantages, update, value_targets
 
@@ -97,6 +102,71 @@ def test_a_new_critic_says_zero_and_its_advantages_are_returns(tiny_folder, epis
         actions = np.flatnonzero(episode.action_mask)
         for at in actions:  # gamma = lambda = 1: what is still to come, across observations
             assert returns_BT[row, at].item() == pytest.approx(float(episode.turn_rewards[episode.turn_ends > at].sum()), abs=1e-5)
+
+
+def test_whole_groups_keep_the_members_without_signal(episodes):
+    """Rewards 0, 1/2, 1/2, 1: two members are at the mean. Where the group is an entry, all four are stored: its base is their mean,
+    (0.5 + 0 + 0 + 0.5) / 4 over a std of sqrt(1/6), and a step that draws it counts four rows."""
+    learner = SimpleNamespace(objective=objective_of(Args(algo="grpo")))
+    group = [replace(episode, reward=reward, group_id=3) for episode, reward in zip(episodes, (0.0, 0.5, 0.5, 1.0))]
+    silent = [replace(episode, reward=1.0, group_id=4) for episode in episodes[4:6]]
+    add_advantages(learner, group + silent)
+    assert with_signal(group + silent, whole_groups=False) == [group[0], group[3]]
+    assert with_signal(group + silent, whole_groups=True) == group
+    for flags, whole in (({}, False), ({"replay_options": {"unit": "group"}}, True), ({"released": ["replay_advantage"]}, True)):
+        assert whole_groups(Args(**flags)) == whole
+    buffer = ReplayBuffer(2, unit="group", eps=0.01)
+    buffer.add(with_signal(group + silent, whole_groups=True), step=0)
+    assert np.exp(buffer.log_base[0]) == pytest.approx(0.25 * math.sqrt(6) + 0.01, rel=1e-5)
+    assert len(buffer.sample(1, 0).episodes) == 4
+
+
+def test_rewards_that_differ_by_rounding_take_no_step(tiny_folder, episodes):
+    """Ten turns of -0.1 but one of 0.9: 1.1e-16 or 1.4e-16, by their order. It was a step on momentum alone."""
+    learner = learner_of(tiny_folder, episodes, algo="grpo")
+    update(learner, episodes)  # so that there is momentum
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    equal = [replace(episode, reward=sum([-0.1] * 9 + [0.9] if row % 2 else [0.9] + [-0.1] * 9)) for row, episode in enumerate(episodes)]
+    assert len({episode.reward for episode in equal}) == 2
+    for algo in ("grpo", "reinforce++_baseline", "reinforce"):
+        other = replace(learner, objective=objective_of(Args(algo=algo)))
+        add_advantages(other, equal)
+        assert not with_signal(equal, whole_groups=False)
+        assert update(other, equal)["steps"] == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, learner.policy.parameters()))
+
+
+def test_a_cut_off_episode_ends_there_or_earns_what_the_critic_expects_after_it(tiny_folder, episodes):
+    cut = next(episode for episode in episodes if not episode.info["success"])
+    ended = replace(cut, info=cut.info | {"truncated": False})
+    cut = replace(cut, info=cut.info | {"truncated": True})
+    learner = learner_of(tiny_folder, episodes, algo="ppo", loss_options={"gamma": 0.9, "lam": 1.0, "cut_off": "bootstrap"})
+    tokens_1T = torch.from_numpy(np.append(cut.tokens, 0).astype(np.int64))[None]
+    after = learner.critic(tokens_1T, torch.arange(tokens_1T.shape[1])[None] == len(cut.tokens), {})[0, -1].item()
+    terminal = replace(learner, objective=replace(learner.objective, cut_off="terminal"))
+    assert abs(after) > 1e-3
+    for kind, rewards in (("bootstrap", values_and_rewards(learner, [cut, ended])[1]),
+                          ("terminal", values_and_rewards(terminal, [cut, ended])[1])):
+        more = 0.9 * after if kind == "bootstrap" else 0.0
+        assert (rewards[0] - rewards[1]).sum().item() == pytest.approx(more, abs=1e-5)
+        assert rewards[0, cut.turn_ends[-1] - 1].item() == pytest.approx(float(cut.turn_rewards[-1]) + more, abs=1e-5)
+    actions = np.flatnonzero(cut.action_mask)
+    gained = 0.9 ** np.arange(len(actions), 0, -1) * after  # gamma for each action token until the end
+    returns_BT = value_targets(learner, [cut, ended], replayed=True)[1]
+    assert (returns_BT[0] - returns_BT[1])[actions].tolist() == pytest.approx(gained.tolist(), abs=1e-5)
+
+
+def test_the_first_updates_may_train_the_critic_alone(tiny_folder, episodes):
+    learner = learner_of(tiny_folder, episodes, algo="ppo", critic_warmup=2)
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    seen = []
+    for _ in range(3):
+        critic = [parameter.clone() for parameter in learner.critic.parameters()]
+        steps = update(learner, episodes)["steps"]
+        moved = any(not torch.equal(old, new) for old, new in zip(before, learner.policy.parameters()))
+        learned = any(not torch.equal(old, new) for old, new in zip(critic, learner.critic.parameters()))
+        seen.append((steps, moved, learned))
+    assert seen == [(0, False, True), (0, False, True), (1, True, True)]
 
 
 def test_turn_rewards_sit_on_the_last_action_token(episodes):
