@@ -43,7 +43,7 @@ def _vector(name: str, value: Any, dtype: type, length: int | None = None) -> np
     return np.array(array, dtype=dtype)
 
 
-def _require_all(ok_T: np.ndarray, name: str, values_T: np.ndarray, rule: str) -> None:
+def require_all(ok_T: np.ndarray, name: str, values_T: np.ndarray, rule: str) -> None:
     if np.count_nonzero(ok_T) < len(ok_T):  # several times faster than ok_T.all()
         position = int(np.argmin(ok_T))
         raise ValueError(f"{name}[{position}] is {values_T[position]}; {rule}")
@@ -95,12 +95,12 @@ class Episode:
         for name in ("behavior_logprobs", "advantages", "values", "turn_rewards"):
             array = getattr(self, name)
             if array is not None:
-                _require_all(np.isfinite(array), name, array, "it must be finite")
+                require_all(np.isfinite(array), name, array, "it must be finite")
         for name in ("behavior_logprobs", "advantages"):
             array = getattr(self, name)
-            _require_all((array == 0) | self.action_mask, name, array, "it must be 0 where action_mask is False")
+            require_all((array == 0) | self.action_mask, name, array, "it must be 0 where action_mask is False")
         logprobs = self.behavior_logprobs
-        _require_all(logprobs <= 1e-6, "behavior_logprobs", logprobs, "a log-probability is at most 0")
+        require_all(logprobs <= 1e-6, "behavior_logprobs", logprobs, "a log-probability is at most 0")
 
         ends, turns = self.turn_ends.tolist(), len(self.turn_rewards)
         require(len(ends) == turns, f"turn_rewards has length {turns}, but turn_ends has length {len(ends)}")
@@ -184,9 +184,6 @@ def unpack_episodes(packed: dict[str, Any]) -> list[Episode]:
     counts = packed["image_counts"].tolist()
     columns["images"] = [None if count < 0 else list(islice(images, count)) for count in counts]
     return [Episode(**dict(zip(columns, row))) for row in zip(*columns.values())]
-
-
-# ----------------------------------------------------------------------------------------- what rollouts look like in a file
 
 
 def rounded(values) -> list[float]:

@@ -1,7 +1,6 @@
 """Policies: loading one, padding a batch, log-probs of its tokens, the critic."""
 import copy
 import functools
-import inspect
 import logging
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from peft import PeftConfig, PeftModel
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -178,33 +178,19 @@ def logits_of(hidden_CD, weight_VD, bias_V, temperature):
 
 
 def recompute_layers(module):
-    """Gradient checkpointing: inside functions with `recomputing`, layers keep no activations but compute them again in the
-    backward pass. ValueError for layers that would behave otherwise there."""
-    for layer in layers_of(module):
-        if "self.training" in inspect.getsource(type(layer).forward):
-            raise ValueError(f"--gradient-checkpointing: {type(layer).__name__} has dropout of its own")
-    module.gradient_checkpointing_enable({"use_reentrant": False})
+    """Gradient checkpointing: layers keep no activations but compute them again in the backward pass. transformers' own does so in
+    training mode only, which would turn dropout on as well."""
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(f"--gradient-checkpointing: {type(module).__name__} has no layers that transformers could compute again")
+    for layer in layers:
+        layer.forward = functools.partial(recomputed, layer.forward)
 
 
-def layers_of(module) -> list:
-    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
-
-
-def recomputing(function):
-    """Lets the policy and critic of the learner, its first argument, recompute their activations where --gradient-checkpointing
-    is on. transformers does so in training mode only, which would turn dropout on as well: here the layers alone are told that
-    they are trained, not their parts."""
-    @functools.wraps(function)
-    def wrapped(learner, *arguments, **named):
-        layers = layers_of(learner.policy) + (layers_of(learner.critic) if learner.critic is not None else [])
-        for layer in layers:
-            layer.training = layer.gradient_checkpointing
-        try:
-            return function(learner, *arguments, **named)
-        finally:
-            for layer in layers:
-                layer.training = False
-    return wrapped
+def recomputed(forward, *arguments, **named):
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **named)
+    return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
 
 class Critic(torch.nn.Module):
@@ -272,8 +258,8 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
     adapter, whole = (folder / "adapter_config.json").is_file(), (folder / "config.json").is_file()
     if (adapter or whole) and not any(folder.glob("adapter_model.safetensors" if adapter else "model*.safetensors")):
         raise ValueError(f"{path} has no weights in .safetensors, and pickled ones are not loaded: they could run code")
+    base = base_of(path)
     try:
-        base = base_of(path)
         if hasattr(AutoConfig.from_pretrained(base, **trust), "vision_config"):
             processor, kind = AutoProcessor.from_pretrained(path, **trust), AutoModelForImageTextToText
         else:
@@ -289,8 +275,7 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
             raise ValueError(f"{path} brings its own Python code, which runs only with --trust-remote-code True: read it first, "
                              "it can do whatever you may do") from error
         if adapter:
-            base = PeftConfig.from_pretrained(path).base_model_name_or_path
-            raise MissingData(f"the LoRA adapter {str(path)!r} needs its base model, {base!r}, which cannot be loaded "
+            raise MissingData(f"the LoRA adapter {str(path)!r} needs its base model, {str(base)!r}, which cannot be loaded "
                               f"({str(error).splitlines()[0]}): put it back, or change base_model_name_or_path in its "
                               "adapter_config.json") from error
         if whole:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from episode import _require_all, one_of, require
+from episode import one_of, require, require_all
 
 ACTIVE, SOLVED, UNSOLVED = 0, 1, -1
 PROBLEM_ARRAYS = ("trials", "successes", "streak", "tried", "last_step", "visits")
@@ -109,7 +109,7 @@ class ProblemSampler:
         rewards = np.asarray(rewards, np.float64)
         require(0 <= id < self.n, f"problem id {id} is not one of 0..{self.n - 1}")
         require(rewards.ndim == 1 and len(rewards) > 0, f"rewards has shape {rewards.shape}; it must be (G,)")
-        _require_all((rewards == 0) | (rewards == 1), "rewards", rewards, "a success is 0 or 1: threshold the score")
+        require_all((rewards == 0) | (rewards == 1), "rewards", rewards, "a success is 0 or 1: threshold the score")
         self.trials[id] = self.decay * self.trials[id] + len(rewards)
         self.successes[id] = self.decay * self.successes[id] + rewards.sum()
         self.last_step[id] = step

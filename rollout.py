@@ -118,12 +118,6 @@ class Game:
         self.mask += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
 
-    def sampled(self, completion: Completion):
-        self.tokens += completion.tokens
-        self.mask += [True] * len(completion.tokens)
-        self.logprobs += completion.logprobs
-        self.turn_ends.append(len(self.tokens))
-
 
 def kept(image, known: dict) -> list:
     """[image], one array for all of one content; [] for None."""
@@ -149,7 +143,10 @@ def took(game: Game, completion: Completion, answer: str, result, error: str, kn
     """Writes down a turn, from what `step` gave; returns the next message, its images, and whether the episode is over."""
     message, image, score, done, valid, success = (FAILED, None, 0.0, True, True, False) if error else result
     images, cut, info = kept(image, known), completion.finish_reason == "length", game.info
-    game.sampled(completion)
+    game.tokens += completion.tokens
+    game.mask += [True] * len(completion.tokens)
+    game.logprobs += completion.logprobs
+    game.turn_ends.append(len(game.tokens))
     game.transcript += [{"role": "assistant", "content": answer}, shown(message, images)]
     game.turn_rewards.append(score - format_penalty * (not valid))
     game.scores.append(score)

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from judge import batches_of, idle_row, mask_of, padded, pixels_of, reference_score, score, tokens_read, values_and_rewards
 from losses import (ADVANTAGES, LOSSES, Objective, aggregate, compute_advantages, gae, kl, m2po_bound, objective_of, policy_loss,
                     step_denominator, tba_log_z, vtrace, whitened, zero_advantage_is_silent)
-from models import Critic, recompute_layers, recomputing, token_logprobs
+from models import Critic, recompute_layers, token_logprobs
 from runtime import ranks
 from runtime.masters import MasterAdamW
 from runtime.metrics import diagnostics, explained_variance
@@ -176,7 +176,6 @@ def losses_of(learner: Learner, batch: dict, options: dict, per_step: dict, old:
     return loss, critic_loss, logprobs_BT.detach().cpu(), sums
 
 
-@recomputing
 def gradients(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None, replayed=False) -> dict:
     """Adds the gradient of one optimiser step over `episodes` (of all ranks) to policy and critic; returns the step's metrics.
 

@@ -2,7 +2,7 @@
 beside the training, with the same methods.
 
 A sampler plays a job (what a synchronous iteration would play), sends the episodes through its pipe and gets the next one; a
-thread here receives them. Jobs that are not taken yet are bounded, so that samplers wait for a slow trainer. Weights go through
+thread here, one for each, receives them. Jobs that are not taken yet are bounded, so that samplers wait for a slow trainer. Weights go through
 one file that is replaced as a whole; a sampler looks for newer ones before each turn, so that an episode may hold tokens of
 several policies: `policy_step` and `last_policy_step` are those of its ends.
 """
@@ -11,6 +11,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import queue
 import signal
 import socket
 import sys
@@ -38,7 +39,7 @@ from rollout import collect
 from runtime.files import fail
 
 CLOSE_SECONDS = 10  # for a sampler to end before it is killed
-LOOK_SECONDS = 1  # between looks for samplers that died without ending their pipe
+LOOK_SECONDS = 1  # between looks whether a sampler died without ending its pipe
 
 
 @dataclass
@@ -139,9 +140,6 @@ class Direct:
         self.engine.close()
 
 
-# ---------------------------------------------------------------------------------------------- weights, through a file
-
-
 @torch.no_grad()
 def fill(policy, weights):
     """Copies (name, tensor) pairs into the parameters, one at a time: of split ones, whole copies of all might not fit."""
@@ -179,9 +177,6 @@ def take(policy, path: Path) -> int:
     with safe_open(path, "pt") as file:
         fill(policy, ((name, file.get_tensor(name)) for name in file.keys()))
         return int(file.metadata()["step"])
-
-
-# ----------------------------------------------------------------------------------------------------- a sampler's process
 
 
 class Stopped(Exception):
@@ -271,9 +266,6 @@ def why_not_started(error: BaseException) -> dict:
     return message
 
 
-# ------------------------------------------------------------------------------------------------------- the trainer's side
-
-
 def gpu_of(sampler: int, visible: list[str]) -> str | None:
     """The GPU of a sampler; the first visible one is the trainer's, and also theirs where it is the only one.
 
@@ -289,13 +281,15 @@ def visible_gpus() -> list[str]:
     return named or [str(number) for number in range(torch.cuda.device_count())]
 
 
-@dataclass
-class Sampler:
-    number: int
-    process: object
-    pipe: object
-    job: Job | None = None
-    ready: bool = False
+def heard(process, pipe) -> dict:
+    """What a sampler says next; an error without words where it is gone."""
+    try:
+        while not pipe.poll(LOOK_SECONDS):
+            if not process.is_alive() and not pipe.poll():  # its own children may hold the pipe open
+                return {"error": ""}
+        return pipe.recv()
+    except (EOFError, OSError):
+        return {"error": ""}
 
 
 class Samplers:
@@ -316,15 +310,16 @@ class Samplers:
             old.unlink()
         self.path, self.step = self.weights / weights_name(run), -args.sync_every
         self.sync(step)
-        self.condition = threading.Condition()
-        self.jobs, self.batches = deque(), deque()  # not yet given to a sampler; (number, batch) that arrived
+        self.jobs = queue.SimpleQueue()  # for samplers; None: there are no more
+        self.arrived = queue.SimpleQueue()  # (job's number, batch); None wakes who waits
         self.open, self.again = {}, deque(again)  # number: asked, of jobs whose batch was not taken; such of the run before
         self.restarts, self.error, self.interrupted, self.closing = 0, None, False, False
-        self.begun, self.refused = False, None  # why a sampler cannot start, before the run has begun
-        self.bell, self.ring = self.context.Pipe(duplex=False)
-        self.samplers = [self.start(place) for place in range(args.async_rollouts)]
-        self.thread = threading.Thread(target=self.serve, daemon=True)
-        self.thread.start()
+        self.ready, self.refused = set(), None  # numbers of those that were ready once; why another cannot start
+        self.processes, self.lock = {}, threading.Lock()
+        pipes = [self.start(number) for number in range(args.async_rollouts)]
+        self.threads = [threading.Thread(target=self.look_after, args=sampler, daemon=True) for sampler in enumerate(pipes)]
+        for thread in self.threads:
+            thread.start()
 
     def kept(self) -> dict:
         """As Direct.kept in lockstep; else nothing: samplers begin with the policy's own weights."""
@@ -340,95 +335,76 @@ class Samplers:
         """[number, asked] of the jobs that were given out and not taken, for a checkpoint."""
         return [[number, asked.tolist()] for number, asked in self.open.items()] + list(self.again)
 
-    def start(self, number: int) -> Sampler:
+    def start(self, number: int) -> connection.Connection:
         ours, theirs = self.context.Pipe()
         args, engines, gpu = self.args, self.args.engine.split(","), gpu_of(number, visible_gpus())
         args = replace(args, lora_rank=0, engine_options=args.engine_options | {"lora_sync": "merge"},  # what it gets is merged
                        engine=engines[number % len(engines)], dtype=self.beside["dtype"] or args.dtype,
                        quiet=args.quiet or number > 0)
-        process = self.context.Process(
+        process = self.processes[number] = self.context.Process(
             target=sampler_process, name=f"sampler {number}", daemon=True,
             args=(args, self.folder, self.play, theirs, self.version, self.stop, self.path))
         with patch_environment(**({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})):  # it must be there before it imports
             process.start()
         theirs.close()  # so that its death ends the pipe
-        return Sampler(number, process, ours)
+        return ours
 
-    # ---- the receiving thread
-
-    def serve(self):
+    def look_after(self, number: int, pipe):
+        """The thread of a sampler: gives it jobs, takes what it played, starts it again where it dies."""
+        job = None
         try:
-            while not self.closing:
-                for sampler in self.samplers:
-                    if sampler.ready and sampler.job is None and self.jobs:
-                        sampler.job = self.jobs.popleft()
-                        with contextlib.suppress(OSError):  # it died: its pipe says so below
-                            sampler.pipe.send(sampler.job)
-                connection.wait([self.bell, *(sampler.pipe for sampler in self.samplers)], LOOK_SECONDS)
-                if self.bell.poll():
-                    self.bell.recv_bytes()
-                    with self.condition:
-                        self.condition.notify_all()
-                for sampler in list(self.samplers):
-                    alive = sampler.process.is_alive()  # asked first: what it sent before it died is read
-                    try:
-                        if sampler.pipe.poll():
-                            self.received(sampler, sampler.pipe.recv())
-                        elif not alive:  # its own children may hold the pipe open
-                            self.died(sampler)
-                    except (EOFError, OSError):
-                        self.died(sampler)
+            while True:
+                message = heard(self.processes[number], pipe)
+                if "error" in message:
+                    pipe.close()
+                    with self.lock:
+                        if not self.may_start_again(number, message):
+                            return
+                        pipe = self.start(number)
+                    continue
+                if "ready" in message:
+                    self.ready.add(number)
+                else:
+                    batch = Batch(job.asked, job.groups, *message.pop("played"), **message)
+                    self.arrived.put((job.number, batch))
+                    job = None
+                job = job or self.jobs.get()
+                with contextlib.suppress(OSError):  # it died, which is heard next
+                    pipe.send(job)
+                if job is None:
+                    return
         except Exception:  # never leave the trainer waiting
             self.failed(traceback.format_exc())
 
-    def received(self, sampler: Sampler, message: dict):
-        if "error" in message and (self.begun or "refused" not in message):
-            self.died(sampler, message["error"])
-            return
-        with self.condition:
-            if "refused" in message:
-                self.refused, self.closing = message["refused"], True
-            elif "ready" in message:
-                sampler.ready = True
-            else:
-                job, sampler.job = sampler.job, None
-                self.batches.append((job.number, Batch(job.asked, job.groups, *message.pop("played"), **message)))
-            self.condition.notify_all()
-
-    def died(self, sampler: Sampler, error: str = ""):
-        """It said `error`, or is gone without a word."""
-        sampler.process.join(CLOSE_SECONDS)
-        sampler.process.kill()  # where it hangs while it ends
-        sampler.process.join()
-        code = sampler.process.exitcode
-        how = error or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
+    def may_start_again(self, number: int, message: dict) -> bool:
+        """Of a sampler that told its error, or is gone without a word."""
+        if "refused" in message and number not in self.ready:
+            self.refused = message["refused"]
+            return False
+        process = self.processes[number]
+        process.join(CLOSE_SECONDS)
+        process.kill()  # where it hangs while it ends
+        process.join()
+        code = process.exitcode
+        how = message["error"] or (f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}")
         if self.closing or self.interrupted or self.restarts >= self.beside["restarts"]:
-            self.failed(f"sampler {sampler.number} died: {how}")
-            return
+            self.failed(f"sampler {number} died: {how}")
+            return False
         self.restarts += 1
-        print(f"sampler {sampler.number} died and is started again, {self.restarts} of --async-options restarts "
+        print(f"sampler {number} died and is started again, {self.restarts} of --async-options restarts "
               f"{self.beside['restarts']}: {how}", file=sys.stderr)
-        if sampler.job is not None:
-            self.jobs.appendleft(sampler.job)
-        sampler.pipe.close()
-        self.samplers[sampler.number] = self.start(sampler.number)
+        return True
 
     def failed(self, why: str):
         if not self.closing and not self.interrupted:  # a signal may have reached samplers, too
             print(f"{why}\nthe run ends after this iteration", file=sys.stderr)
-        with self.condition:
-            self.error = self.error or why
-            self.closing = True
-            self.condition.notify_all()
-
-    # ---- what the loop calls
+        self.error, self.closing = self.error or why, True
+        self.arrived.put(None)
 
     def begin(self):
         """Waits until all samplers are there, so that nobody's start counts as idle time; exits with 2 where one cannot start."""
-        with self.condition:
-            self.condition.wait_for(lambda: all(sampler.ready for sampler in self.samplers) or self.error or self.interrupted or
-                                    self.refused is not None)
-            self.begun = True
+        while len(self.ready) < len(self.threads) and not self.error and not self.interrupted and self.refused is None:
+            time.sleep(0.1)
         if self.refused is not None:
             fail(self.refused) if self.refused else sys.exit(2)
 
@@ -436,13 +412,14 @@ class Samplers:
         """What has arrived: one batch where each is trained on by itself (`--fresh-update`) or the replay ratio is fixed, else
         all, or none of it if `wait` is False. None: stop, a sampler died or the run was interrupted."""
         self.order()
-        with self.condition:
-            one = self.args.fresh_update or self.beside["fixed_ratio"] or self.beside["lockstep"]
-            wait = wait or one
-            self.condition.wait_for(lambda: self.batches or self.error or self.interrupted or not wait)
-            if self.error or (self.interrupted and not self.batches):
-                return None
-            taken = [self.batches.popleft() for _ in range(min(1, len(self.batches)) if one else len(self.batches))]
+        one = self.args.fresh_update or self.beside["fixed_ratio"] or self.beside["lockstep"]
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            while not self.error and not (one and taken):
+                arrived = self.arrived.get(block=(wait or one) and not taken and not self.interrupted)
+                taken += [arrived] if arrived else []
+        if self.error or (self.interrupted and not taken):
+            return None
         for number, _ in taken:
             del self.open[number]
         if not self.beside["lockstep"]:
@@ -454,9 +431,8 @@ class Samplers:
         room = 1 if self.beside["lockstep"] else self.args.async_rollouts + self.beside["queue"]
         while len(self.open) < room:
             job = self.job(*self.again.popleft()) if self.again else self.job(self.number, None)
-            self.jobs.append(job)
+            self.jobs.put(job)
             self.open[job.number], self.number = job.asked, max(self.number, job.number + 1)
-        self.ring.send_bytes(b"1")
 
     def sync(self, step: int, within: bool = False, stale: bool = False):
         """Publishes the policy if it is `--sync-every` steps ahead of the published one, or at all with `stale` (see Direct)."""
@@ -465,33 +441,24 @@ class Samplers:
             self.step = self.version.value = step
 
     def metrics(self) -> dict:
-        return {"async/batches_waiting": len(self.batches), "async/restarts": self.restarts, "async/published_step": self.step}
+        return {"async/batches_waiting": self.arrived.qsize(), "async/restarts": self.restarts, "async/published_step": self.step}
 
     def interrupt(self):
-        """From a signal's handler: `next` waits no longer. Who waits is woken by the thread, since a handler may run in this
-        process's main thread between a look at `interrupted` and the wait."""
+        """From a signal's handler, during which a SimpleQueue can be filled: `next` waits no longer."""
         self.interrupted = True
-        self.ring.send_bytes(b"1")
+        self.arrived.put(None)
 
     def close(self):
-        self.closing = True
-        self.stop.value = 1
-        self.ring.send_bytes(b"1")
-        self.thread.join(CLOSE_SECONDS)
-        for sampler in self.samplers:
-            with contextlib.suppress(OSError):
-                sampler.pipe.send(None)
+        self.closing, self.stop.value = True, 1
+        for _ in self.threads:
+            self.jobs.put(None)
         end = time.time() + CLOSE_SECONDS
-        for sampler in self.samplers:
-            while sampler.process.is_alive() and time.time() < end:  # one that is sending needs a reader
-                with contextlib.suppress(EOFError, OSError):
-                    if connection.wait([sampler.pipe, sampler.process.sentinel], end - time.time()) == [sampler.pipe]:
-                        sampler.pipe.recv()
-                        continue
-                sampler.process.join(0.1)
-            sampler.process.kill()  # where it did not end
-            sampler.process.join()
-            sampler.pipe.close()
+        for number, thread in enumerate(self.threads):
+            for ending in thread, self.processes[number]:
+                ending.join(max(0, end - time.time()))
+            self.processes[number].kill()  # where it did not end
+            self.processes[number].join()
+            thread.join()
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: another run's
             self.weights.rmdir()

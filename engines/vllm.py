@@ -6,7 +6,6 @@ with the trainer's: an engine that goes on sampling from stale weights is an err
 import atexit
 import json
 import os
-import shutil
 import tempfile
 import time
 import warnings
@@ -293,8 +292,7 @@ class VLLMServer:
 
     def __init__(self, url: str, policy, stop_ids: list[int], *, lora: str = "merge", shared_folder=None):
         self.url, self.policy, self.stop_ids, self.lora, self.timeout = url.rstrip("/"), policy, stop_ids, lora, 600.0
-        self.folder = tempfile.TemporaryDirectory(prefix="freshreplay_", dir=shared_folder)
-        self.session, self.syncs = requests.Session(), 0
+        self.shared_folder, self.session = shared_folder, requests.Session()
         self.session.mount(self.url, requests.adapters.HTTPAdapter(pool_maxsize=CONNECTIONS))
         self.base = self.model = self.ask("/v1/models")["data"][0]["id"]
         self.probe = self.ask("/tokenize", {"model": self.base, "prompt": PROBE_TEXT, "add_special_tokens": False})["tokens"]
@@ -362,16 +360,13 @@ class VLLMServer:
 
     def send(self):
         """Send the policy's weights through the shared folder, forget what was cached, check a probe's log-probs."""
-        self.syncs += 1
-        parent = Path(self.folder.name)
-        new = parent / f"policy_{self.syncs}"  # a new name each time: the server knows adapters by it
-        new.mkdir()
+        self.folder = tempfile.TemporaryDirectory(prefix="freshreplay_", dir=self.shared_folder)  # the one before is removed
+        new = Path(self.folder.name)
         if self.lora == "adapter":
             save_adapter(self.policy, str(new))
-            name = f"{parent.name}_{self.syncs}"
-            self.ask("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(new)}, tries=1)
+            self.ask("/v1/load_lora_adapter", {"lora_name": new.name, "lora_path": str(new)}, tries=1)
             self.drop_adapter()
-            self.model = name
+            self.model = new.name  # a new one each time: the server knows adapters by it
         else:
             save_file({name: tensor.contiguous() for name, tensor in plain_weights(self.policy)}, new / "model.safetensors")
             self.ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(new)}}, tries=1)
@@ -380,7 +375,6 @@ class VLLMServer:
         choice = self.complete(self.probe, temperature=1.0, max_tokens=1, prompt_logprobs=0)
         theirs = [at[str(token)]["logprob"] for token, at in zip(self.probe[1:], choice["prompt_logprobs"][1:], strict=True)]
         check_probe(self.policy, self.probe, theirs, 1.0, "after the sync the vLLM server does not have the policy's weights")
-        shutil.rmtree(parent / f"policy_{self.syncs - 1}", ignore_errors=True)
 
     def release(self):
         """Nothing: the server's memory is not the trainer's."""
@@ -392,9 +386,9 @@ class VLLMServer:
 
     def close(self):
         """Take back the adapter and the files; the server runs on. Again: nothing."""
-        try:
-            if ranks.first():  # which sent it
+        if ranks.first():  # which sent it
+            try:
                 self.drop_adapter()
-        finally:
-            self.session.close()
-            self.folder.cleanup()
+            finally:
+                self.folder.cleanup()
+        self.session.close()

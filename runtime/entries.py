@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from episode import Episode, _require_all, pack_episodes, require, unpack_episodes
+from episode import Episode, pack_episodes, require, require_all, unpack_episodes
 
 NONE = np.zeros(0, np.int64)  # no slots
 COUNTS = ("added", "draws", "drawn", "first_uses", "reuse_gap", "evicted", "evicted_unused", "retired_uses", "dropped_by_age",
@@ -188,7 +188,7 @@ def checked_birthdays(birthdays, n: int, step: int) -> np.ndarray:
 def checked_priorities(base, n: int) -> np.ndarray:
     base = np.asarray(base, np.float64)
     require(base.shape == (n,), f"base has shape {base.shape}, not ({n},)")
-    _require_all((base >= 0) & (base < math.inf), "base", base, "a priority must be finite and at least 0")
+    require_all((base >= 0) & (base < math.inf), "base", base, "a priority must be finite and at least 0")
     return base
 
 

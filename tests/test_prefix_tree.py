@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_update import OBJECTIVES, learner_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaForCausalLM, MistralConfig, OPTConfig, Qwen2Config
 
-import models as prefix_tree
+import models
 from conftest import tiny_lake
 from engines.hf import HFEngine
 from judge import batches_of, per_token, reference_score, score
@@ -24,7 +24,7 @@ from update import gradients, make_learner
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), min_size=1, max_size=8).filter(any))
 @settings(max_examples=200, deadline=None)
 def test_a_tree_has_one_node_for_each_different_beginning(rows):
-    node_BT, place_U = (tensor.numpy() for tensor in prefix_tree.tree_of(rows))
+    node_BT, place_U = (tensor.numpy() for tensor in models.tree_of(rows))
     node_of = {}
     for row, nodes_T in zip(rows, node_BT):
         for end in range(1, len(row) + 1):
@@ -113,7 +113,7 @@ def test_other_models_know_trees(config):
     """Biases in attention, learned positions, positions with an offset."""
     torch.manual_seed(0)
     model, (tokens_BT, mask_BT) = AutoModelForCausalLM.from_config(config).eval(), ragged()
-    assert prefix_tree.knows_trees(model.get_decoder())
+    assert models.knows_trees(model.get_decoder())
     found, expected = (token_logprobs(model, tokens_BT, mask_BT, share=share)[0].detach() for share in (True, False))
     assert torch.allclose(found, expected, atol=1e-5) and expected[mask_BT].std() > 0.5
 
@@ -122,10 +122,10 @@ def test_sliding_windows_take_the_plain_pass():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=4)).eval()
     tokens_BT, mask_BT = ragged()
-    assert not prefix_tree.knows_trees(model.get_decoder())
+    assert not models.knows_trees(model.get_decoder())
     found, expected = (token_logprobs(model, tokens_BT, mask_BT, share=share)[0] for share in (True, False))
     assert torch.equal(found, expected)
-    assert prefix_tree.knows_trees(tiny().get_decoder())
+    assert models.knows_trees(tiny().get_decoder())
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def everything(learner, episodes):
 def test_updates_are_those_of_rows_read_one_by_one(tiny_folder, episodes, flags, monkeypatch):
     learner = learner_of(tiny_folder, episodes, micro_batch_tokens=1024, **flags)
     found = everything(learner, episodes)
-    monkeypatch.setattr(prefix_tree, "knows_trees", lambda _: False)
+    monkeypatch.setattr(models, "knows_trees", lambda _: False)
     expected = everything(learner, episodes)
     assert len(found) == len(expected) > 10
     for mine, plain in zip(found, expected):

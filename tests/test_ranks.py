@@ -32,7 +32,7 @@ from engines import engine_kind, samplers
 from engines.vllm import VLLMServer
 from episode import Episode
 from look import fits
-from models import layers_of, load_policy
+from models import load_policy
 from runtime import files, ranks
 from runtime.shards import load_buffer
 from settings import Args, parse_args
@@ -570,7 +570,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(tiny_folder, monkeypatch
     found = []
     for flag in (False, True):
         learner = make_learner(Args(algo="ppo", gradient_checkpointing=flag, entropy_coef=0.01), load_policy(tiny_folder)[0])
-        layer = layers_of(learner.policy)[0]
+        layer = learner.policy.get_decoder().layers[0]
         hook = layer.self_attn.register_forward_hook(lambda module, *_: calls.append((flag, module.training)))
         for episode in episodes:
             episode.values = np.zeros(len(episode.tokens), np.float32)

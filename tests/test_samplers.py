@@ -398,8 +398,8 @@ def test_a_start_that_fails_otherwise_has_a_traceback(error):
 def test_a_signal_between_the_look_and_the_wait_is_not_missed(beside):
     """The handler runs in the main thread, here just before it begins to wait."""
     source = beside(waits)
-    wait, waits_before = source.condition.wait, iter([lambda: wait(1)])  # the first one is ended by the bell of the new jobs
-    source.condition.wait = lambda *_: next(waits_before, lambda: source.interrupt() or wait(20))()
+    arrived, first = source.arrived, iter([source.interrupt])
+    source.arrived = Mock(put=arrived.put, get=lambda block: next(first, lambda: None)() or arrived.get(block, 20))
     began = time.time()
     assert source.next(1, True) is None and time.time() - began < 15
 
