@@ -35,11 +35,7 @@ def mask_of(cells) -> int:
 
 
 def cells_of(mask: int) -> list[int]:
-    cells = []
-    while mask:
-        cells.append((mask & -mask).bit_length() - 1)
-        mask &= mask - 1
-    return cells
+    return [cell for cell in range(mask.bit_length()) if mask >> cell & 1]
 
 
 def shifted(cells: int, step: int) -> int:
