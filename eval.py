@@ -58,9 +58,6 @@ from settings import Args, other_defaults
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
 
 
-# ------------------------------------------------------------------------------------------------------------ playing
-
-
 def seeds_of(problems: int, samples: int = 1) -> np.ndarray:
     """(problems, samples) seeds. They depend on the number of problems alone: all methods and runs get the same, and more
     samples leave those of the first ones as they are."""
@@ -83,9 +80,6 @@ def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: flo
     engine.release()  # what comes next must not depend on whether there was an evaluation
     outcomes = ranks.joined([outcome(episode) for episode in episodes])
     return task_averages(outcomes) | averages(outcomes)
-
-
-# ------------------------------------------------------------------------------------------------------------ numbers
 
 
 def averages(outcomes: list[dict]) -> dict:
@@ -162,9 +156,6 @@ def summarise(by_problem: list[list[dict]], ks: list[int]) -> dict:
             low, high = wilson_interval(sum(values), len(values))
         result |= {name: float(np.mean(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
     return averages(outcomes) | result | {"task": task_averages(outcomes)}
-
-
-# ------------------------------------------------------------------------------------------------------- command line
 
 
 @dataclass

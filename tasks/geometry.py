@@ -42,8 +42,6 @@ class Question(NamedTuple):
     split: str
 
 
-# ------------------------------------------------------------------------------------------------- generated figures
-
 def at(x: float, y: float) -> np.ndarray:
     return np.array([x, y], float)
 
@@ -208,8 +206,6 @@ def generated(problem_id: int) -> Question:
                     maths.side_of(content(made)))
 
 
-# --------------------------------------------------------------------------------------------------- questions of others
-
 def lettered(gold, choices: list[str]) -> str:
     """The letter of the right choice, which rows name by its text, by letter or by place (0 is the first; a number that is no
     text is always a place)."""
@@ -255,8 +251,6 @@ def load(data: str, subset: str) -> tuple[list[Question], int]:
 def plain(text: str) -> str:
     return text.replace("°", "").strip()
 
-
-# -------------------------------------------------------------------------------------------------------- the task
 
 class Geometry(maths.Attempts):
     """A question about a picture.

