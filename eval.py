@@ -50,7 +50,7 @@ from policies import loaded, policy_folder
 from rollout import collect, guarded
 from runtime import ranks
 from runtime.checkpoints import fingerprint
-from runtime.files import fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
+from runtime.files import digest, fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
 from runtime.metrics import task_averages
 from runtime.options import with_new_names
 from settings import Args, other_defaults
@@ -267,7 +267,7 @@ def main(arguments: EvalArgs) -> dict:
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
         "temperature": temperature}
-    task = [path.read_text() for path in task_files(env)]  # an edited task is another one
+    task = [digest(path) for path in task_files(env)]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in whole_lines(log)
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again

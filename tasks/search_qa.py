@@ -40,22 +40,7 @@ ARTICLE = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(code) in string.punctuation
                             or unicodedata.category(chr(code)) in ("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
 NEUTRAL = str.maketrans("<>＜＞", "‹›‹›")  # no tag and no special token of a chat template survives in foreign text
-PROMPTS = {"tiny": "{question}", "full": """You answer questions with the help of a search engine.
-
-In each turn, think inside <think> and </think>, and then do one of these:
-- <search>a few words</search> looks them up; the best passages come back between <information> and </information>.
-- <answer>the answer</answer> ends the task. Write the bare answer only: a name, a number, a date or a short phrase.
-A turn may also hold thoughts alone. Never write <information> yourself. You may search {max_searches} times.
-
-Example:
-Question: Who composed the opera in which the barber Figaro helps Count Almaviva to marry Rosina?
-You: <think>I have to find the opera first.</think><search>opera barber Figaro Count Almaviva Rosina</search>
-Reply: <information>
-[1] The Barber of Seville: The Barber of Seville is an opera buffa in two acts composed by Gioachino Rossini.
-</information>
-You: <think>It is The Barber of Seville, composed by Rossini.</think><answer>Gioachino Rossini</answer>
-
-Question: {question}"""}
+PROMPTS = {"tiny": "{question}", "full": Path(__file__).with_suffix(".txt").read_text("utf-8").rstrip("\n")}
 
 
 class RetrieverError(RuntimeError):
