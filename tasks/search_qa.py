@@ -16,9 +16,9 @@ import threading
 import time
 import unicodedata
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -112,8 +112,7 @@ def read_corpus(name: str) -> tuple[list[tuple[str, str]], str]:
     return passages, digest(passages)
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     text: str
     answers: tuple[str, ...]
     split: str  # "train" or "heldout"
