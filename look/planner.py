@@ -101,7 +101,7 @@ def taken_from_run(args: PlanArgs) -> list[str]:
             fail(f"--from {run} is no run: it has no {name}")
     config, lines = read_yaml(run / "config.yaml"), whole_lines(run / "metrics.jsonl")
     if not lines or not lines[-1].get("time/mu"):
-        fail(f"mu: the last line of {run}/metrics.jsonl has no time/mu, since nothing was trained on yet: give --mu, without --from")
+        fail(f"mu: the last line of {run}/metrics.jsonl has no time/mu, since nothing was trained on: give --mu, without --from")
     last = lines[-1]
     if args.mu is None:
         args.mu = last["time/mu"]

@@ -146,7 +146,8 @@ for _ in range(CHECKERS):
 
 
 def start_checker() -> subprocess.Popen:
-    """A new process, which ends when this one does. PYTHONHASHSEED orders sets of text alike in all checkers: some problems of reasoning-gym would differ without."""
+    """A new process, which ends when this one does. PYTHONHASHSEED orders sets of text alike in all checkers: some
+    problems of reasoning-gym would differ without."""
     environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-m", "tasks.maths"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                             encoding="utf-8", cwd=Path(__file__).parent.parent, env=environment)

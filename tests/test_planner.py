@@ -175,8 +175,10 @@ def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, c
     assert "for each such episode mu is 1.25" in text
     assert "rho 0.1: assumed; rho 0 would" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
         *best_feasible(5, 0.1, 1)) in text
-    assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text and "replay ratio B/R 4.00 (R: all that was generated), gamma 0.38" in text
-    assert "capacity 60 and batches of 10 new episodes, N/R 24.00 in optimiser steps (R: what was stored)" in text  # half are stored: R = 2.5
+    assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text
+    assert "replay ratio B/R 4.00 (R: all that was generated), gamma 0.38" in text
+    # half are stored: R = 2.5
+    assert "capacity 60 and batches of 10 new episodes, N/R 24.00 in optimiser steps (R: what was stored)" in text
     log = run / "metrics.jsonl"
     log.write_text(log.read_text().replace("cost/episodes_computed", "other"))  # of older code
     assert "had a signal" not in printed(capsys, "--from", run, "--alpha", 0.1)
