@@ -50,15 +50,12 @@ from policies import loaded, policy_folder
 from rollout import collect, guarded
 from runtime import ranks
 from runtime.checkpoints import fingerprint
-from runtime.files import fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
+from runtime.files import digest, fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
 from runtime.metrics import task_averages
 from runtime.options import with_new_names
 from settings import Args, other_defaults
 
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
-
-
-# ------------------------------------------------------------------------------------------------------------ playing
 
 
 def seeds_of(problems: int, samples: int = 1) -> np.ndarray:
@@ -83,9 +80,6 @@ def evaluate(engine, chat, make_env, problem_ids: list[int], *, temperature: flo
     engine.release()  # what comes next must not depend on whether there was an evaluation
     outcomes = ranks.joined([outcome(episode) for episode in episodes])
     return task_averages(outcomes) | averages(outcomes)
-
-
-# ------------------------------------------------------------------------------------------------------------ numbers
 
 
 def averages(outcomes: list[dict]) -> dict:
@@ -162,9 +156,6 @@ def summarise(by_problem: list[list[dict]], ks: list[int]) -> dict:
             low, high = wilson_interval(sum(values), len(values))
         result |= {name: float(np.mean(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
     return averages(outcomes) | result | {"task": task_averages(outcomes)}
-
-
-# ------------------------------------------------------------------------------------------------------- command line
 
 
 @dataclass
@@ -276,7 +267,7 @@ def main(arguments: EvalArgs) -> dict:
     shown = {"checkpoint": Path(folder).name, **{name: getattr(args, name) for name in (
         "env", "env_options", "max_turns", "max_new_tokens", "format_penalty", "context_length", "dtype")},
         "temperature": temperature}
-    task = [path.read_text() for path in task_files(env)]  # an edited task is another one
+    task = [digest(path) for path in task_files(env)]  # an edited task is another one
     key = hashlib.sha256(json.dumps([shown, fingerprint(folder), problem_ids, task]).encode()).hexdigest()[:12]
     done = {(line["problem_id"], line["sample"]): line for line in whole_lines(log)
             if line["key"] == key and not line["info"]["env_error"]}  # what broke is played again

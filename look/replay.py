@@ -87,8 +87,7 @@ def series(metrics: list[dict], key: str) -> tuple[list, list]:
     return [iteration for iteration, _ in pairs], [value for _, value in pairs]
 
 
-# --------------------------------------------------------------------------------------------------------- panels
-# Each draws on `axes` and returns the sentence below it; MissingData's message is written where the picture would be.
+# Each panel draws on `axes` and returns the sentence below it; MissingData's message is written where the picture would be.
 
 
 class MissingData(Exception):

@@ -14,12 +14,12 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from PIL import Image
 
 from runtime.files import fail, parsed, write_whole
 
 NUMBERS = ("problem_id", "group_id", "policy_step", "age", "weight", "reward", "score")
 PER_TOKEN = ("action_mask", "advantages", "behavior_logprobs", "log_ratios")
-IMAGE_TYPES = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg"}  # by their first bytes, whatever the name says
 
 
 def finite(value):
@@ -69,18 +69,16 @@ def chosen(count: int, limit: int) -> list[int]:
 
 
 def image_uri(run: Path, name: str) -> str:
-    """The PNG or JPEG file `name` of the run folder as a data: address; ValueError, by name, for one outside it."""
+    """The PNG or JPEG file `name` of the run folder as a data: address; ValueError, by name, for anything else."""
     try:
-        inside = ".." not in Path(name).parts and (run / name).resolve().is_relative_to(run.resolve())
-        content = (run / name).read_bytes() if inside else None
+        path = (run / name).resolve()
+        if not path.is_relative_to(run.resolve()):
+            raise ValueError("it is not inside the run folder")
+        with Image.open(path, formats=("PNG", "JPEG")) as picture:  # by its first bytes, whatever the name says
+            kind = picture.format.lower()
+        return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the image {name!r}: {error}") from None
-    if content is None:
-        raise ValueError(f"the image {name!r} is not inside the run folder")
-    for start, kind in IMAGE_TYPES.items():
-        if content.startswith(start):
-            return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    raise ValueError(f"the image {name!r} is neither PNG nor JPEG")
+        raise ValueError(f"the image {name!r} cannot be shown: {error}") from None
 
 
 def page_data(path: Path, limit: int) -> dict:

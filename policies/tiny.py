@@ -16,7 +16,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from envs import up_to
 from models import collate, hidden_states, micro_batches, pixel_inputs, token_logprobs
 from policies.chat import Chat
-from runtime.files import made_once, task_files
+from runtime.files import digest, made_once, task_files
 
 LEARNS_BY = (Chat, token_logprobs, hidden_states, pixel_inputs)  # code beside this file's that shapes the weights
 TINY_WORDS = ("Walk from P to G never into O The ice is slippery No valid answer player goal row column move "
@@ -170,7 +170,7 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
                 "layers": layers}
     recipe = settings | {"env": vars(env), "versions": [torch.__version__, transformers.__version__],
                          "code": [Path(__file__).read_text(), *map(inspect.getsource, LEARNS_BY)],
-                         "task": [path.read_text() for path in task_files(env)]}
+                         "task": [digest(path) for path in task_files(env)]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny{'_vlm' * images}_{type(env).name}_{key}"
 

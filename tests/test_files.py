@@ -7,6 +7,7 @@ import pytest
 
 from envs import FrozenLake
 from runtime.files import made_once, read_lines, task_files, whole_lines, write_whole
+from tasks.sokoban import Sokoban
 
 
 def slowly(temporary):
@@ -63,3 +64,4 @@ def test_a_text_is_written_whole_in_utf8(tmp_path):
 
 def test_the_files_of_a_task_are_those_of_its_classes_and_what_lakes_share():
     assert [path.name for path in task_files(FrozenLake())] == ["envs.py", "boards.py"]
+    assert [path.name for path in task_files(Sokoban())] == ["envs.py", "boards.py", "sokoban.png", "sokoban.py"]

