@@ -16,7 +16,8 @@ from envs import MissingData, load_env, make_env_factory, options_for, shows_ima
 from losses import objective_of
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
-from runtime.options import LIMITS, OLD_NAMES, OPTIONS, RELEASED, config_of_run, fill, read_config, said_now, spelled, split_options
+from runtime.options import (LIMITS, OLD_NAMES, OPTIONS, RELEASED, TABLES, config_of_run, fill, read_config, said_now, spelled,
+                             split_options)
 
 
 @dataclass
@@ -203,9 +204,6 @@ class Args:
             setattr(self, flag, {name: option.default for name, option in table.items()} | getattr(self, flag))
 
 
-# -------------------------------------------------------------------------------------------------------- reading
-
-
 def parse_args(argv: list[str], description: str = "") -> Args:
     """Args of `[config.yaml] --flag value ...`; without a config, configs/frozenlake_tiny.yaml. Exits with 2 on errors."""
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
@@ -233,38 +231,15 @@ def parse_args(argv: list[str], description: str = "") -> Args:
         if stop.code and from_config:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
-    before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
-    fill(before, several, {}, given)
     fill(args, several, pairs, given)
     in_config = {token[2:].replace("-", "_") for token in from_config if token.startswith("--")} | set(flat(several))
     given = given - set(pairs) | set(flat(pairs))
-    if resumed:
-        old, new = flat(vars(before)), flat(vars(args))
-        for name in sorted(given - MAY_CHANGE_ON_RESUME):
-            if old.get(name) != new.get(name):
-                fail(f"{spelled(name)} is {old.get(name)} in {config} and cannot become {new.get(name)} on resume; these can "
-                     f"change: {', '.join(sorted(MAY_CHANGE_ON_RESUME - {'resume'}))}")
     return checked(args, given, in_config, config.stem if not resumed else None)
-
-
-# ------------------------------------------------------------------------------------------------------- checking
 
 
 NAME = re.compile(r"\w[\w.+=@,-]{0,119}", re.ASCII)  # of a run: never a path
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-LIMITED = {
-    "above 0": ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens", "fresh_epochs",
-                "minibatches", "replay_batch_size", "capacity", "sync_every", "eval_problems", "micro_batch_tokens", "keep_checkpoints",
-                "lr", "critic_lr", "temperature", "max_grad_norm", "tau", "context_length", "alpha"),
-    "at least 0": ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
-                   "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "max_staleness", "async_rollouts"),
-    "between 0 and 1": ("lr_end_fraction",)}
-MAY_BE_INFINITE = ("tau", "max_grad_norm")
-MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "warmup_steps", "max_grad_norm", "critic_lr",
-                        "eval_every", "checkpoint_every", "keep_checkpoints", "wandb", "wandb_project", "track", "quiet", "transcripts",
-                        "micro_batch_tokens", "cache_dir", "engine_options.parallel", "engine_options.memory",
-                        "async_options.restarts"}
 
 
 def other_defaults(model: str) -> dict:
@@ -316,12 +291,12 @@ def check_values(args: Args):
              "first a letter, a digit or _), at most 120")
     if args.alpha == 0:
         fail("--alpha 0 would draw uniformly: say so with --replay uniform")
-    for limits, names in LIMITED.items():
+    for limits, names in TABLES["limits"].items():
         for name in names:
-            value = getattr(args, name)
-            fine = value in (None, "auto") or LIMITS[limits](value) and (math.isfinite(value) or name in MAY_BE_INFINITE)
+            value, may_be_infinite = getattr(args, name), name in TABLES["may_be_infinite"]
+            fine = value in (None, "auto") or LIMITS[limits](value) and (math.isfinite(value) or may_be_infinite)
             if not fine:
-                fail(f"{told(args, name)} must be {limits}" + ("" if name in MAY_BE_INFINITE else " and finite"))
+                fail(f"{told(args, name)} must be {limits}" + ("" if may_be_infinite else " and finite"))
 
 
 def check_task(args: Args):
@@ -373,11 +348,9 @@ def check_sampling(args: Args, given: set[str]):
 def check_replay(args: Args, given: set[str], in_config: set[str]):
     """--replay against what goes with it; sets the updates of none and the tau of per."""
     if args.replay == "none":
-        if args.replay_updates and together(given, in_config, "replay", "replay_updates"):
+        if args.replay_updates and ("replay_updates" in given or together(given, in_config, "replay", "replay_updates")):
             fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay uniform, per or fresh, or "
                  "drop --replay-updates")
-        if args.replay_updates and "replay_updates" in given:
-            fail(f"{told(args, 'replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
         if args.replay_updates and not args.quiet:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0

@@ -19,7 +19,7 @@ from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, read
 from runtime.files import sync, temporary_of, whole_folder, whole_lines, write_state
 from runtime.log import LOGS
 from runtime.options import spelled
-from runtime.shards import load_buffer, save_buffer, take_share
+from runtime.memories import load_buffer, save_buffer, take_share
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
 
@@ -86,8 +86,8 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
         if name == "resume":
             continue
         if name not in may_change:
-            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: set it back in its "
-                 f"config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
+            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: leave it out, set it "
+                 f"back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
         print(f"changed on resume: {flag} {before} -> {now}")
     return checkpoint
 

@@ -192,8 +192,6 @@ class RunLog:
                           config=asdict(self.args), id=path.read_text(), resume="allow",
                           settings=wandb.Settings(silent=True, console="off"))
 
-    # ---- the screen
-
     def __enter__(self):
         if self.live:
             self.live.start(refresh=True)
@@ -229,8 +227,6 @@ class RunLog:
             print(f"iteration {metrics['iteration']}/{self.args.iterations}  " +
                   "  ".join(f"{name} {value}" for name, value in numbers.items()) + f"  {form('time/iteration_s', '.1f')} s",
                   flush=True)
-
-    # ---- the files
 
     def append(self, name: str, record: dict):
         with open(self.run / name, "a") as file:

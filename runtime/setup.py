@@ -34,13 +34,13 @@ from problems import ProblemSampler
 from runtime import ranks
 from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerprint, load_checkpoint, save_checkpoint,
                                  surroundings, warn_of_changes)
-from runtime.files import claim, fail, flat, give_back, taken, task_files, told_plainly
+from runtime.files import claim, fail, flat, give_back, task_files, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
 from runtime.memories import make_buffer, make_problem_sampler, stores_everything
-from runtime.options import list_objectives, spelled
+from runtime.options import MAY_CHANGE_ON_RESUME, list_objectives, spelled
 from runtime.watch import Watch
-from settings import MAY_CHANGE_ON_RESUME, Args, parse_args
+from settings import Args, parse_args
 from update import Learner, make_learner
 
 COUNTERS = ("iteration", "step", "episodes", "tokens", "best", "start", "last", "bad_updates", "replay_updates", "minutes", "jobs")
@@ -120,18 +120,14 @@ def open_run(args: Args, ask: Callable):
     folder = Path(args.resume or Path(args.runs_dir) / args.name)
     with contextlib.ExitStack() as stack:
         checkpoint = None
+        if ranks.first():
+            stack.enter_context(claim(folder, new=not args.resume))
+            stack.callback(give_back, folder)
         if ranks.first() and args.resume:
-            stack.enter_context(claim(folder))
             checkpoint = checkpoint_to_resume(folder, asdict(args), MAY_CHANGE_ON_RESUME)
-        elif ranks.first() and taken(folder):
-            fail(taken(folder))
         run, saved = prepared(args, folder, ranks.common(checkpoint))
         run.saved_at = began
         connect_engines(run, saved, checkpoint, functools.partial(ask, run))
-        if ranks.first() and not args.resume:
-            stack.enter_context(claim(folder))  # not earlier: a start that fails leaves nothing behind
-            if taken(folder, mine=True):
-                fail(taken(folder, mine=True))
         if args.async_rollouts:
             start_samplers(run, saved, checkpoint, functools.partial(ask, run))
         stack.enter_context(told_plainly(folder))
@@ -139,12 +135,9 @@ def open_run(args: Args, ask: Callable):
         stack.enter_context(contextlib.closing(run.source))
         logs = stack.enter_context(contextlib.ExitStack())
         run.interrupt = stack.enter_context(Interrupt(run.source.interrupt))
-        begin_sampling(run)
+        run.source.begin()
         run.log = logs.enter_context(RunLog(folder, run.args, run.iteration, told_of(run.make_env())) if ranks.first() else NoLog())
         yield run
-
-
-# ------------------------------------------------------------------------------------------------ refused, or resumed
 
 
 def start_processes(args: Args):
@@ -286,16 +279,14 @@ def digest_of(values: list) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
     """What samples in this process, and what plays the evaluation."""
     args, policy = run.args, run.learner.policy
     try:
         if not args.async_rollouts:
             run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
-                                functools.partial(engine_of, run), sampling_of(run), job, run.step)
+                                lambda sampled: make_engine(args, sampled, run.chat, run.start_folder),
+                                run.play | {"temperature": args.temperature}, job, run.step)
             if checkpoint:
                 run.source.restore(checkpoint, saved.get("synced", 0))
         if args.async_rollouts or args.sync_every > 1:  # evaluation needs the policy as it is, not the sampler's
@@ -304,14 +295,6 @@ def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callabl
             run.engine = run.source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
-
-
-def engine_of(run: Run, policy):
-    return make_engine(run.args, policy, run.chat, run.start_folder)
-
-
-def sampling_of(run: Run) -> dict:
-    return run.play | {"temperature": run.args.temperature}
 
 
 def sampled_policy(run: Run):
@@ -327,19 +310,10 @@ def start_samplers(run: Run, saved: dict, checkpoint: Path | None, job: Callable
     """Samplers beside the training, in processes of their own."""
     policy = run.learner.accelerator.unwrap_model(run.learner.policy)
     with told_plainly(run.folder):  # the first weights need a disk with room
-        run.source = Samplers(run.args, policy, run.start_folder, run.folder, sampling_of(run), job,
+        run.source = Samplers(run.args, policy, run.start_folder, run.folder, run.play | {"temperature": run.args.temperature}, job,
                               max(run.jobs, run.iteration) + 1, run.step, saved.get("under_way", ()))
     if checkpoint:
         run.source.restore(checkpoint, saved.get("synced", 0))
-
-
-def begin_sampling(run: Run):
-    try:
-        run.source.begin()
-    except SystemExit:  # a sampler cannot start: leaves nothing behind, like an engine here
-        run.source.close()
-        give_back(run.folder)
-        raise
 
 
 def told_of(env) -> str:
@@ -347,9 +321,6 @@ def told_of(env) -> str:
     if hasattr(env, "source"):
         return env.source()
     return "Train and held-out problems are different ones, by their content."
-
-
-# ------------------------------------------------------------------------------------------------ saving, ending
 
 
 def save(run: Run):

@@ -34,7 +34,7 @@ from episode import Episode
 from look import fits
 from models import layers_of, load_policy
 from runtime import files, ranks
-from runtime.shards import load_buffer
+from runtime.memories import load_buffer
 from settings import Args, parse_args
 from train import main
 from update import gradients, make_learner, update

@@ -6,9 +6,9 @@ import pytest
 from test_buffer import check_valid, filled, make, same
 
 from buffer import ReplayBuffer
-from runtime import shards
+from runtime import memories
+from runtime.memories import load_buffer, save_buffer, take_share
 from runtime.metrics import use_stats
-from runtime.shards import load_buffer, save_buffer, take_share
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_crash_while_saving_leaves_the_earlier_save(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards.os, "replace", crash)
+        patch.setattr(memories.os, "replace", crash)
         with pytest.raises(OSError):
             save_buffer(buffer, tmp_path)
     np.testing.assert_allclose(load_buffer(tmp_path).probabilities(0)[1], [1 / 3, 2 / 3])

@@ -134,7 +134,7 @@ def test_help_names_every_task(capsys):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("replay_updats: 2", ["replay_updats", "'replay_updates'"]),
+    ("replay_updats: 2", ["replay_updats", "did you mean replay_updates?"]),
     ("zzzzz: 2", ["zzzzz", "--help"]),
     ("lr: fast", ["fast"]),
     ("lr: [1, 2]", ["lr", "single value"]),
