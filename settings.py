@@ -62,7 +62,7 @@ class Args:
     lora_rank: int = 0
     """Rank of LoRA adapters on all linear layers (alpha twice the rank); 0: all weights are trained."""
     tiny_options: dict[str, str] = field(default_factory=dict)
-    """The tiny policies and their warm start, as name value name value (in a config: a mapping): width layers updates skill seed."""
+    """The tiny policies and their warm start, as name value name value (in a config: a mapping); --list shows all options."""
     cache_dir: str = "~/.cache/freshreplay"
     """Where warm-started policies are kept."""
 
@@ -86,8 +86,7 @@ class Args:
     problem_sampler: Literal["uniform", "heap", "proportional", "band", "dots"] = "uniform"
     """Which problems are asked: uniform, or by how undecided the policy is on them (p(1-p) of its success rate p)."""
     problem_options: dict[str, str] = field(default_factory=dict)
-    """Of --problem-sampler: priority estimate decay prior floor_slots pool_after retest_every retest_slots alpha eps band_low
-    band_high target temperature."""
+    """Of --problem-sampler, see --list: the estimate of success rates, retests, and what one sampler alone needs."""
 
     # ---- sampling
     engine: str = "auto"
@@ -127,8 +126,7 @@ class Args:
     loss: Literal[tuple(losses.LOSSES)] | None = None
     """Policy loss. None: the algorithm's."""
     loss_options: dict[str, str] = field(default_factory=dict)
-    """Of the objective: aggregation correction correction_low correction_high asymre_shift advantage_clip kl_in kl_kind
-    replay_kl_kind value_clip gamma lam overlong, and those of the loss, such as eps_low eps_high dual_clip (--list)."""
+    """Of the objective, such as aggregation, correction, gamma, and those of the loss, such as eps_low, eps_high (--list)."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: float = 0.0
@@ -170,8 +168,7 @@ class Args:
     replay_batch_size: int = 64
     """Entries drawn for one replay update."""
     replay_options: dict[str, str] = field(default_factory=dict)
-    """Of the buffer: beta beta_end beta_steps eps eviction unit draw max_age min_size fresh_fraction positive_fraction
-    positive_advantage_only store_without_signal drift_kl probe_episodes."""
+    """Of the buffer, such as unit, draw, eviction, beta, eps, max_age (--list)."""
     capacity: int = 1024
     """Entries the buffer holds."""
     tau: Union[float, Literal["auto"]] = 30.0
@@ -371,8 +368,6 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
         fail("--insert-priority base contradicts --released insert_max: drop one of them")
     if args.replay_updates and args.replay_batch_size > args.capacity:
         fail(f"{told(args, 'replay_batch_size')} is larger than {told(args, 'capacity')}: nothing could be drawn")
-    if args.replay != "none" and args.replay_options["min_size"] > args.capacity:
-        fail(f"{told(args, 'replay_options.min_size')} is larger than {told(args, 'capacity')}: replay would never start")
 
 
 def check_updates(args: Args, given: set[str]):

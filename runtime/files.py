@@ -60,7 +60,7 @@ def write_state(path: Path, state: dict):
 
 
 def read_state(path: Path) -> dict:
-    """What `write_state` wrote, or a buffer: that one's JSON names the file of its arrays."""
+    """What `write_state` wrote. In older checkpoints the JSON of a buffer names the file of its arrays."""
     state = json.loads(Path(f"{path}.json").read_text())
     arrays = Path(state.get("arrays", f"{path.name}.npz")).name
     with np.load(path.with_name(arrays), allow_pickle=False) as loaded:

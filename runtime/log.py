@@ -158,8 +158,9 @@ class RunLog:
     """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
     lines where there is no terminal."""
 
-    def __init__(self, run: Path, args, done: int, source: str = ""):
-        """`done`: iterations of the run that is gone on with; `source`: a sentence on the problems, for config.yaml."""
+    def __init__(self, run: Path, args, done: int, env=None):
+        """`done`: iterations of the run that is gone on with; `env`: config.yaml says where its problems come from."""
+        source = env.source() if hasattr(env, "source") else "Train and held-out problems are different ones, by their content."
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", f"# {' '.join(source.split())}\n" + yaml.safe_dump(

@@ -1,7 +1,5 @@
 """What remembers: the buffer and the problem sampler that the settings ask for; a buffer in files, and dealt anew over another
 number of processes."""
-import os
-import secrets
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +17,8 @@ PRIORITIZED = ("per", "fresh")  # of --replay: these draw by priority
 
 def stores_everything(args) -> bool:
     """Whether episodes whose advantages are all 0 are stored: not where they would never be worth a draw."""
-    asked = args.replay_options["store_without_signal"]
-    if asked is not None:
-        return asked
+    if args.replay_options["store_without_signal"] is not None:
+        return args.replay_options["store_without_signal"]
     objective = objective_of(args)
     silent = ADVANTAGES[objective.advantage].group_mean and zero_advantage_is_silent(objective)
     return not (silent and args.replay in PRIORITIZED)
@@ -34,8 +31,7 @@ def make_problem_sampler(args, problems: int) -> ProblemSampler:
 
 
 def make_buffer(args) -> ReplayBuffer:
-    names = ("beta", "beta_end", "eps", "eviction", "unit", "draw", "max_age", "positive_fraction", "positive_advantage_only",
-             "fresh_fraction")
+    names = args.replay_options.keys() - {"beta_steps", "min_size", "store_without_signal", "drift_kl", "probe_episodes"}
     return ReplayBuffer(
         ranks.share_size(args.capacity), sampler="prioritized" if args.replay in PRIORITIZED else args.replay,
         priority=args.priority, alpha=args.alpha, age_law=args.age_law, tau=FIRST_TAU if args.tau == "auto" else args.tau,
@@ -46,14 +42,9 @@ def make_buffer(args) -> ReplayBuffer:
 
 
 def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
-    """Write buffer.json and the .npz that it names into `folder`; a crash leaves the earlier pair whole."""
-    folder, name = Path(folder), f"buffer-{secrets.token_hex(4)}"
-    folder.mkdir(parents=True, exist_ok=True)
-    earlier = list(folder.glob("buffer-*"))
-    write_state(folder / name, buffer.state_dict() | {"arrays": f"{name}.npz"})
-    os.replace(folder / f"{name}.json", folder / "buffer.json")
-    for old in earlier:
-        old.unlink()
+    """Write buffer.json and buffer.npz into `folder`, which a checkpoint renames when it is whole."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_state(Path(folder) / "buffer", buffer.state_dict())
 
 
 def load_buffer(folder: str | Path) -> ReplayBuffer:

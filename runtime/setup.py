@@ -127,16 +127,14 @@ def open_run(args: Args, ask: Callable):
             checkpoint = checkpoint_to_resume(folder, asdict(args), MAY_CHANGE_ON_RESUME)
         run, saved = prepared(args, folder, ranks.common(checkpoint))
         run.saved_at = began
+        stack.enter_context(told_plainly(folder))  # the first weights for samplers need a disk with room too
         connect_engines(run, saved, checkpoint, functools.partial(ask, run))
-        if args.async_rollouts:
-            start_samplers(run, saved, checkpoint, functools.partial(ask, run))
-        stack.enter_context(told_plainly(folder))
         stack.enter_context(contextlib.closing(run.engine))
         stack.enter_context(contextlib.closing(run.source))
         logs = stack.enter_context(contextlib.ExitStack())
         run.interrupt = stack.enter_context(Interrupt(run.source.interrupt))
         run.source.begin()
-        run.log = logs.enter_context(RunLog(folder, run.args, run.iteration, told_of(run.make_env())) if ranks.first() else NoLog())
+        run.log = logs.enter_context(RunLog(folder, run.args, run.iteration, run.make_env()) if ranks.first() else NoLog())
         yield run
 
 
@@ -146,18 +144,19 @@ def start_processes(args: Args):
         ranks.start()
     except ValueError as error:
         fail(str(error))
+    world, values = ranks.world(), flat(vars(args))
     if not args.quiet:
-        print(f"processes: {ranks.world()}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
+        print(f"processes: {world}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
     for name in ("problems_per_iteration", "replay_batch_size", "capacity", "replay_options.probe_episodes", "eval_problems"):
-        if (flat(vars(args))[name] or math.inf) < ranks.world():
-            fail(f"{spelled(name)} {flat(vars(args))[name]} is less than the {ranks.world()} processes that share it")
+        if (values[name] or math.inf) < world:
+            fail(f"{spelled(name)} {values[name]} is less than the {world} processes that share it")
     for name, whole in (("fresh_fraction", "replay_batch_size"), ("positive_fraction", "capacity")):
-        fraction, share = args.replay_options[name], getattr(args, whole) // ranks.world()
+        fraction, share = args.replay_options[name], values[whole] // world
         if args.replay != "none" and fraction and not round(fraction * share):
-            fail(f"--replay-options {name} {fraction:g} of the {share} that a process has of --{whole.replace('_', '-')} "
-                 f"{getattr(args, whole)} rounds to none")
-    if args.async_rollouts and ranks.world() > 1:
-        fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
+            fail(f"--replay-options {name} {fraction:g} of the {share} that a process has of {spelled(whole)} {values[whole]} rounds to "
+                 "none")
+    if args.async_rollouts and world > 1:
+        fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {world}")
     shared_folder = args.engine_options["shared_folder"]
     if shared_folder and not Path(shared_folder).is_dir():
         fail(f"--engine-options shared_folder {shared_folder} must be a folder that exists: make it, or correct the path")
@@ -280,21 +279,22 @@ def digest_of(values: list) -> str:
 
 
 def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
-    """What samples in this process, and what plays the evaluation."""
-    args, policy = run.args, run.learner.policy
+    """What plays the evaluation, and what samples: in this process, or in others beside the training."""
+    args, policy, play = run.args, run.learner.policy, run.play | {"temperature": run.args.temperature}
     try:
-        if not args.async_rollouts:
-            run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
-                                lambda sampled: make_engine(args, sampled, run.chat, run.start_folder),
-                                run.play | {"temperature": args.temperature}, job, run.step)
-            if checkpoint:
-                run.source.restore(checkpoint, saved.get("synced", 0))
         if args.async_rollouts or args.sync_every > 1:  # evaluation needs the policy as it is, not the sampler's
             run.engine = make_engine(replace(args, engine="hf", quiet=True), policy, run.chat, run.start_folder)
-        else:
-            run.engine = run.source.engine
+        if not args.async_rollouts:
+            run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
+                                lambda sampled: make_engine(args, sampled, run.chat, run.start_folder), play, job, run.step)
+            run.engine = run.engine or run.source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
+    if args.async_rollouts:
+        run.source = Samplers(args, run.learner.accelerator.unwrap_model(policy), run.start_folder, run.folder, play, job,
+                              max(run.jobs, run.iteration) + 1, run.step, saved.get("under_way", ()))
+    if checkpoint:
+        run.source.restore(checkpoint, saved.get("synced", 0))
 
 
 def sampled_policy(run: Run):
@@ -304,23 +304,6 @@ def sampled_policy(run: Run):
         return run.learner.policy
     policy, _ = load_policy(run.start_folder, getattr(torch, args.dtype), args.trust_remote_code)
     return policy.to(run.learner.device)
-
-
-def start_samplers(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
-    """Samplers beside the training, in processes of their own."""
-    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
-    with told_plainly(run.folder):  # the first weights need a disk with room
-        run.source = Samplers(run.args, policy, run.start_folder, run.folder, run.play | {"temperature": run.args.temperature}, job,
-                              max(run.jobs, run.iteration) + 1, run.step, saved.get("under_way", ()))
-    if checkpoint:
-        run.source.restore(checkpoint, saved.get("synced", 0))
-
-
-def told_of(env) -> str:
-    """A sentence on where the problems come from."""
-    if hasattr(env, "source"):
-        return env.source()
-    return "Train and held-out problems are different ones, by their content."
 
 
 def save(run: Run):
