@@ -284,8 +284,7 @@ def check_values(args: Args):
             if isinstance(text, str) and CONTROL.search(text):
                 fail(f"{spelled(name)} {text!r} holds a control character or half of a character")
     if args.name is not None and not args.resume and not NAME.fullmatch(args.name):
-        fail(f"--name {args.name!r} must be a name of a folder in --runs-dir: letters of a to z, digits and _ . + = @ , - (the "
-             "first a letter, a digit or _), at most 120")
+        fail(f"--name {args.name!r} must be at most 120 letters of a to z, digits and _.+=@,- (the first a letter, digit or _)")
     if args.alpha == 0:
         fail("--alpha 0 would draw uniformly: say so with --replay uniform")
     for limits, names in TABLES["limits"].items():
@@ -334,8 +333,7 @@ def check_sampling(args: Args, given: set[str]):
         fail(f"--engine-options lora_sync adapter with {told(args, 'async_rollouts')}: these samplers get merged weights; use merge")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
             args.async_rollouts > 1 and args.engine.startswith("http://") and "," not in args.engine:
-        fail(f"{told(args, 'engine')} with {told(args, 'async_rollouts')}: give one server's address for each sampler, with commas "
-             "between")
+        fail(f"{told(args, 'engine')} with {told(args, 'async_rollouts')}: give each sampler a server's address, with commas")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
     if args.problem_options["band_low"] > args.problem_options["band_high"]:
@@ -346,8 +344,7 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
     """--replay against what goes with it; sets the updates of none and the tau of per."""
     if args.replay == "none":
         if args.replay_updates and ("replay_updates" in given or together(given, in_config, "replay", "replay_updates")):
-            fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay uniform, per or fresh, or "
-                 "drop --replay-updates")
+            fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay fresh, or drop the latter")
         if args.replay_updates and not args.quiet:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0
@@ -390,12 +387,11 @@ def check_objective(args: Args):
     if args.group_size == 1 and advantage.needs_group:
         fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
              f"{'0' if advantage.group_mean else 'the same'}; use --group-size 2 or more, or --algo reinforce++")
-    if not advantage.needs_values and args.replay_advantage == "vtrace":
-        fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
+    for name, value in (("replay_advantage", "vtrace"), ("priority", "td_error")):
+        if getattr(args, name) == value and not advantage.needs_values:
+            fail(f"{spelled(name)} {value} needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if args.replay_advantage == "vtrace" and "replay_advantage" in args.released:
         fail("--replay-advantage vtrace contradicts --released replay_advantage: drop one of them")
-    if not advantage.needs_values and args.priority == "td_error":
-        fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if loss.holds_ratio and objective.correction in losses.RATIO_CORRECTIONS:
         fail(f"{told(args, 'loss_options.correction')}: the loss {objective.loss!r} already holds the ratio to the sampling policy, "
              "which must not count twice; use --loss decoupled_ppo")

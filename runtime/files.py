@@ -100,8 +100,7 @@ def whole_folder(folder: Path, checksums: bool = True):
 
 
 def made_once(folder: Path, needed: tuple[str, ...], make) -> Path:
-    """A folder that is kept in a cache. Where it lacks one of the files `needed`, `make(temporary)` fills it anew; other processes
-    wait meanwhile."""
+    """A folder in a cache. Where it lacks a file of `needed`, `make(temporary)` fills it anew; other processes wait meanwhile."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not all((folder / name).is_file() for name in needed):
@@ -299,8 +298,7 @@ def parsed(line: bytes) -> dict:
 
 
 def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], int]:
-    """The records of a .jsonl, and how many lines were left out: cut off when the run was killed, without an iteration, or not
-    `is_whole`. ([], 0) without a file."""
+    """Records of a .jsonl, none without a file; and how many lines were left out: cut off by a kill, or not `is_whole`."""
     records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # counted by its absence

@@ -89,8 +89,7 @@ def cut(path: Path, done: int):
 
 
 def clipped_share(objective, log_ratio_N) -> float | None:
-    """Share of an episode's tokens whose ratio is outside the loss's clip range: all or none of them where it is the sequence's;
-    None for a loss that has no such range."""
+    """Share of an episode's tokens with a ratio outside the loss's clip range: all or none where it is the sequence's; or None."""
     limits = clip_range(objective)
     if limits is None:
         return None
@@ -155,8 +154,7 @@ class NoLog(contextlib.nullcontext):
 
 
 class RunLog:
-    """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
-    lines where there is no terminal."""
+    """config.yaml, the .jsonl files, wandb or TensorBoard, and the screen: a small dashboard, or lines without a terminal."""
 
     def __init__(self, run: Path, args, done: int, env=None):
         """`done`: iterations of the run that is gone on with; `env`: config.yaml says where its problems come from."""
@@ -207,8 +205,7 @@ class RunLog:
             self.tensorboard.close()
 
     def show(self, metrics: dict):
-        """The six numbers that matter, and held-out success over time. The age is that of what was drawn, without replay that on
-        arrival."""
+        """The six numbers that matter, and held-out success over time. Age: of what was drawn, without replay that on arrival."""
         form = lambda key, spec: "-" if metrics.get(key) is None else format(metrics[key], spec)  # noqa: E731
         if not self.successes:
             self.successes.append(metrics["eval/start_success"])

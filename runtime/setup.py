@@ -153,8 +153,7 @@ def start_processes(args: Args):
     for name, whole in (("fresh_fraction", "replay_batch_size"), ("positive_fraction", "capacity")):
         fraction, share = args.replay_options[name], values[whole] // world
         if args.replay != "none" and fraction and not round(fraction * share):
-            fail(f"--replay-options {name} {fraction:g} of the {share} that a process has of {spelled(whole)} {values[whole]} rounds to "
-                 "none")
+            fail(f"--replay-options {name} {fraction:g} of a process's {share} of {spelled(whole)} {values[whole]} rounds to none")
     if args.async_rollouts and world > 1:
         fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {world}")
     shared_folder = args.engine_options["shared_folder"]

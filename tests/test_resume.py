@@ -599,7 +599,7 @@ def test_answers_that_are_never_valid_are_told_once_and_not_again_on_resume(tmp_
     start(tmp_path, "x", flags, *more, "--iterations", 2)
     out = capsys.readouterr().out
     assert out.count("answers was valid") == 1 and out.count("nearly every answer was cut at --max-new-tokens 1") == 1
-    assert "--format-penalty" in out and "or its answers are cut" in out
+    assert "--format-penalty" in out and "where answers are cut" in out
     resume(tmp_path / "x", "--iterations", 3)
     assert "answers was valid" not in capsys.readouterr().out
     assert [event["iteration"] for event in events_of(tmp_path / "x")] == [1, 1]
