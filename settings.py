@@ -343,8 +343,10 @@ def check_sampling(args: Args, given: set[str]):
 def check_replay(args: Args, given: set[str], in_config: set[str]):
     """--replay against what goes with it; sets the updates of none and the tau of per."""
     if args.replay == "none":
-        if args.replay_updates and ("replay_updates" in given or together(given, in_config, "replay", "replay_updates")):
+        if args.replay_updates and together(given, in_config, "replay", "replay_updates"):
             fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay fresh, or drop the latter")
+        if args.replay_updates and "replay_updates" in given:
+            fail(f"{told(args, 'replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
         if args.replay_updates and not args.quiet:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0

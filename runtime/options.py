@@ -159,7 +159,8 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
         if key in SEVERAL:
             kind, wanted = (dict, "mapping of single values, such as {size: 8}") if key in MAPPINGS else (list, "list of names")
             inner = value.values() if isinstance(value, dict) else value
-            if not isinstance(value, kind) or not all(isinstance(item, str) for item in inner):
+            if not isinstance(value, kind) or not all(isinstance(item, str) for item in inner) \
+                    or not all(str(name).isidentifier() for name in value):
                 fail(f"{path}: {key} must be a {wanted}, not {value}")
             found[key] = value
         elif not isinstance(value, str):

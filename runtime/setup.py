@@ -286,7 +286,8 @@ def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callabl
         if not args.async_rollouts:
             run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
                                 lambda sampled: make_engine(args, sampled, run.chat, run.start_folder), play, job, run.step)
-            run.engine = run.engine or run.source.engine
+            if run.engine is None:
+                run.engine = run.source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
     if args.async_rollouts:

@@ -306,7 +306,7 @@ def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
 
 @pytest.mark.parametrize("flags, words", [
     (["--replay-options", "fresh_fraction", 0.05], "--replay-options fresh_fraction 0.05 of a process's 8 of --replay-batch-size 64 rounds to none"),
-    (["--replay", "positive_bias", "--replay-options", "positive_fraction", 0.003], "--replay-options positive_fraction 0.003 of the 128")])
+    (["--replay", "positive_bias", "--replay-options", "positive_fraction", 0.003], "--replay-options positive_fraction 0.003 of a process's 128")])
 def test_a_share_that_rounds_to_nothing_is_refused(monkeypatch, capsys, flags, words):
     """0.05 x 64 is 3 entries for one process, 0.4 of an entry for each of eight."""
     args = parse_args(list(map(str, flags)))
