@@ -17,7 +17,8 @@ from losses import objective_of
 from problems import MODES
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
-from runtime.options import LIMITS, OLD_NAMES, OPTIONS, RELEASED, config_of_run, fill, read_config, said_now, spelled, split_options
+from runtime.options import (LIMITS, OLD_NAMES, OPTIONS, RELEASED, TABLES, config_of_run, fill, read_config, said_now, spelled,
+                             split_options)
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Args:
     lora_rank: int = 0
     """Rank of LoRA adapters on all linear layers (alpha twice the rank); 0: all weights are trained."""
     tiny_options: dict[str, str] = field(default_factory=dict)
-    """The tiny policies and their warm start, as name value name value (in a config: a mapping): width layers updates skill seed."""
+    """The tiny policies and their warm start, as name value name value (in a config: a mapping); --list shows all options."""
     cache_dir: str = "~/.cache/freshreplay"
     """Where warm-started policies are kept."""
 
@@ -87,8 +88,7 @@ class Args:
     """Which problems are asked: shuffled (all of them before one comes again), uniform (drawn anew each time), or by how undecided the
     policy is on them (p(1-p) of its success rate p)."""
     problem_options: dict[str, str] = field(default_factory=dict)
-    """Of --problem-sampler: priority estimate decay prior floor_slots pool_after retest_every retest_slots alpha eps band_low
-    band_high target temperature."""
+    """Of --problem-sampler, see --list: the estimate of success rates, retests, and what one sampler alone needs."""
 
     # ---- sampling
     engine: str = "auto"
@@ -128,8 +128,7 @@ class Args:
     loss: Literal[tuple(losses.LOSSES)] | None = None
     """Policy loss. None: the algorithm's."""
     loss_options: dict[str, str] = field(default_factory=dict)
-    """Of the objective: aggregation correction correction_low correction_high asymre_shift advantage_clip kl_in kl_kind
-    replay_kl_kind value_clip gamma lam cut_off overlong, and those of the loss, such as eps_low eps_high dual_clip (--list)."""
+    """Of the objective, such as aggregation, correction, gamma, and those of the loss, such as eps_low, eps_high (--list)."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     kl_coef: float = 0.0
@@ -173,8 +172,7 @@ class Args:
     replay_batch_size: int = 64
     """Entries drawn for one replay update."""
     replay_options: dict[str, str] = field(default_factory=dict)
-    """Of the buffer: beta beta_end eps eviction unit draw max_age min_size fresh_fraction positive_fraction
-    positive_advantage_only store_without_signal drift_kl probe_episodes."""
+    """Of the buffer, such as unit, draw, eviction, beta, eps, max_age (--list)."""
     capacity: int = 1024
     """Entries the buffer holds."""
     tau: Union[float, Literal["auto"]] = 30.0
@@ -207,9 +205,6 @@ class Args:
             setattr(self, flag, {name: option.default for name, option in table.items()} | getattr(self, flag))
 
 
-# -------------------------------------------------------------------------------------------------------- reading
-
-
 def parse_args(argv: list[str], description: str = "") -> Args:
     """Args of `[config.yaml] --flag value ...`; without a config, configs/frozenlake_tiny.yaml. Exits with 2 on errors."""
     words = [] if not argv or argv[0].startswith("-") else [argv[0]]
@@ -237,38 +232,15 @@ def parse_args(argv: list[str], description: str = "") -> Args:
         if stop.code and from_config:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
-    before = tyro.cli(Args, args=from_config, config=(tyro.conf.FlagConversionOff,))
-    fill(before, several, {}, given)
     fill(args, several, pairs, given)
     in_config = {token[2:].replace("-", "_") for token in from_config if token.startswith("--")} | set(flat(several))
     given = given - set(pairs) | set(flat(pairs))
-    if resumed:
-        old, new = flat(vars(before)), flat(vars(args))
-        for name in sorted(given - MAY_CHANGE_ON_RESUME):
-            if old.get(name) != new.get(name):
-                fail(f"{spelled(name)} is {old.get(name)} in {config} and cannot become {new.get(name)} on resume; these can "
-                     f"change: {', '.join(sorted(MAY_CHANGE_ON_RESUME - {'resume'}))}")
     return checked(args, given, in_config, config.stem if not resumed else None)
-
-
-# ------------------------------------------------------------------------------------------------------- checking
 
 
 NAME = re.compile(r"\w[\w.+=@,-]{0,119}", re.ASCII)  # of a run: never a path
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 TRUNCATING = {"top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-LIMITED = {
-    "above 0": ("iterations", "max_turns", "train_problems", "problems_per_iteration", "group_size", "max_new_tokens", "fresh_epochs",
-                "minibatches", "replay_batch_size", "capacity", "sync_every", "eval_problems", "micro_batch_tokens", "keep_checkpoints",
-                "lr", "critic_lr", "temperature", "max_grad_norm", "tau", "context_length", "alpha"),
-    "at least 0": ("eval_temperature", "replay_updates", "checkpoint_every", "eval_every", "warmup_steps", "format_penalty",
-                   "transcripts", "kl_coef", "entropy_coef", "lora_rank", "seed", "max_staleness", "async_rollouts", "critic_warmup"),
-    "between 0 and 1": ("lr_end_fraction",)}
-MAY_BE_INFINITE = ("tau", "max_grad_norm")
-MAY_CHANGE_ON_RESUME = {"resume", "iterations", "lr", "lr_schedule", "lr_end_fraction", "warmup_steps", "max_grad_norm", "critic_lr",
-                        "eval_every", "checkpoint_every", "keep_checkpoints", "wandb", "wandb_project", "track", "quiet", "transcripts",
-                        "micro_batch_tokens", "cache_dir", "engine_options.parallel", "engine_options.memory",
-                        "async_options.restarts"}
 
 
 def other_defaults(model: str) -> dict:
@@ -316,16 +288,15 @@ def check_values(args: Args):
             if isinstance(text, str) and CONTROL.search(text):
                 fail(f"{spelled(name)} {text!r} holds a control character or half of a character")
     if args.name is not None and not args.resume and not NAME.fullmatch(args.name):
-        fail(f"--name {args.name!r} must be a name of a folder in --runs-dir: letters of a to z, digits and _ . + = @ , - (the "
-             "first a letter, a digit or _), at most 120")
+        fail(f"--name {args.name!r} must be at most 120 letters of a to z, digits and _.+=@,- (the first a letter, digit or _)")
     if args.alpha == 0:
         fail("--alpha 0 would draw uniformly: say so with --replay uniform")
-    for limits, names in LIMITED.items():
+    for limits, names in TABLES["limits"].items():
         for name in names:
-            value = getattr(args, name)
-            fine = value in (None, "auto") or LIMITS[limits](value) and (math.isfinite(value) or name in MAY_BE_INFINITE)
+            value, may_be_infinite = getattr(args, name), name in TABLES["may_be_infinite"]
+            fine = value in (None, "auto") or LIMITS[limits](value) and (math.isfinite(value) or may_be_infinite)
             if not fine:
-                fail(f"{told(args, name)} must be {limits}" + ("" if name in MAY_BE_INFINITE else " and finite"))
+                fail(f"{told(args, name)} must be {limits}" + ("" if may_be_infinite else " and finite"))
 
 
 def check_task(args: Args):
@@ -366,8 +337,7 @@ def check_sampling(args: Args, given: set[str]):
         fail(f"--engine-options lora_sync adapter with {told(args, 'async_rollouts')}: these samplers get merged weights; use merge")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
             args.async_rollouts > 1 and args.engine.startswith("http://") and "," not in args.engine:
-        fail(f"{told(args, 'engine')} with {told(args, 'async_rollouts')}: give one server's address for each sampler, with commas "
-             "between")
+        fail(f"{told(args, 'engine')} with {told(args, 'async_rollouts')}: give each sampler a server's address, with commas")
     if not args.engine.startswith("http://") and args.engine not in ("auto", "hf", "vllm"):
         fail(f"--engine {args.engine} must be auto, hf, vllm or the address of a running server, http://HOST:PORT")
     if args.problem_options["band_low"] > args.problem_options["band_high"]:
@@ -378,8 +348,7 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
     """--replay against what goes with it; sets the updates of none and the tau of per."""
     if args.replay == "none":
         if args.replay_updates and together(given, in_config, "replay", "replay_updates"):
-            fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay uniform, per or fresh, or "
-                 "drop --replay-updates")
+            fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay fresh, or drop the latter")
         if args.replay_updates and "replay_updates" in given:
             fail(f"{told(args, 'replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
         if args.replay_updates and not args.quiet:
@@ -402,8 +371,6 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
         fail("--insert-priority base contradicts --released insert_max: drop one of them")
     if args.replay_updates and args.replay_batch_size > args.capacity:
         fail(f"{told(args, 'replay_batch_size')} is larger than {told(args, 'capacity')}: nothing could be drawn")
-    if args.replay != "none" and args.replay_options["min_size"] > args.capacity:
-        fail(f"{told(args, 'replay_options.min_size')} is larger than {told(args, 'capacity')}: replay would never start")
 
 
 def check_updates(args: Args, given: set[str]):
@@ -426,14 +393,11 @@ def check_objective(args: Args):
     if args.group_size == 1 and advantage.needs_group:
         fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
              f"{'0' if advantage.group_mean else 'the same'}; use --group-size 2 or more, or --algo reinforce++")
-    if not advantage.needs_values and args.replay_advantage == "vtrace":
-        fail(f"--replay-advantage vtrace needs a critic, but the advantage is {kind!r}: use --algo ppo")
+    for name, value in (("replay_advantage", "vtrace"), ("priority", "td_error")):
+        if getattr(args, name) == value and not advantage.needs_values:
+            fail(f"{spelled(name)} {value} needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if args.replay_advantage == "vtrace" and "replay_advantage" in args.released:
         fail("--replay-advantage vtrace contradicts --released replay_advantage: drop one of them")
-    if not advantage.needs_values and objective.cut_off == "bootstrap":
-        fail(f"--loss-options cut_off bootstrap needs a critic, but the advantage is {kind!r}: use --algo ppo")
-    if not advantage.needs_values and args.priority == "td_error":
-        fail(f"--priority td_error needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if loss.holds_ratio and objective.correction in losses.RATIO_CORRECTIONS:
         fail(f"{told(args, 'loss_options.correction')}: the loss {objective.loss!r} already holds the ratio to the sampling policy, "
              "which must not count twice; use --loss decoupled_ppo")

@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from buffer import ReplayBuffer
 from episode import Episode
-from runtime.shards import load_buffer, save_buffer
+from runtime.memories import load_buffer, save_buffer
 
 BATCH, ALPHA, BETA, TAU = 128, 0.6, 0.4, 500.0
 

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from buffer import ReplayBuffer
 from models import load_policy
 from runtime import ranks
-from runtime.files import checkpoints, digest, fail, flat, last_checkpoint, read_state, recover, remove
-from runtime.files import sync, temporary_of, whole_folder, whole_lines, write_state
+from runtime.files import (checkpoints, digest, fail, flat, last_checkpoint, read_state, recover, remove, sync, temporary_of,
+                           whole_folder, whole_lines, write_state)
 from runtime.log import LOGS
 from runtime.options import spelled
-from runtime.shards import load_buffer, save_buffer, take_share
+from runtime.memories import load_buffer, save_buffer, take_share
 
 FORMAT = 2  # of checkpoints; 1 had no checksums
 
@@ -67,8 +67,7 @@ def changed(saved: dict, now: dict) -> dict[str, tuple]:
 
 
 def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | None:
-    """The newest sound checkpoint, None if there is none yet. Says which settings are others than when it was written; exits
-    with 2 where they must not be."""
+    """The newest sound checkpoint, None if there is none. Says which settings changed since; exits with 2 where they must not."""
     recover(run / "checkpoints")
     checkpoint = last_checkpoint(run, set_aside=True)
     if checkpoint is None:
@@ -86,8 +85,8 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
         if name == "resume":
             continue
         if name not in may_change:
-            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: set it back in its "
-                 f"config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
+            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: leave it out, set it "
+                 f"back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
         print(f"changed on resume: {flag} {before} -> {now}")
     return checkpoint
 

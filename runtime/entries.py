@@ -37,8 +37,6 @@ class Entries:
         index = sum(map(sys.getsizeof, (self.members, self.free, self.slot_of))) + 64 * len(self)  # 64: an id and its slot
         return int(self.bytes.sum()) + index + sum(getattr(self, name).nbytes for name in self.columns)
 
-    # ---- which there are
-
     def insert(self, groups: list[tuple[Episode, ...]], birthdays: list[int], capacity: int) -> np.ndarray:
         """The slots of new entries, whose ids rise. There are never more slots than `capacity` and one insertion need."""
         lacking = len(groups) - len(self.free)
@@ -115,8 +113,6 @@ class Entries:
         slots = self.live()
         return self.live(without=self.lowest(slots, self.birthday[slots], len(slots) - n))
 
-    # ---- what becomes of them
-
     def count_uses(self, slots: np.ndarray, step: int) -> np.ndarray:
         """Count a batch's uses; returns each row's steps since its last use (arXiv 2604.08706): -1 where it has none, 0 where it
         is in the batch once more."""
@@ -142,8 +138,6 @@ class Entries:
             ages = step - self.birthday[slots]
             values = map(float, (ages.mean(), *np.percentile(ages, (50, 95, 100)), self.uses[slots].mean()))
         return {"size": len(self), "episodes": sum(map(len, self.members)), "bytes": self.nbytes, **dict(zip(names, values))}
-
-    # ---- state
 
     def state_dict(self) -> dict:
         """JSON-able values and plain arrays. Slots are part of it, so that draws continue exactly."""

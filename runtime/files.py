@@ -2,7 +2,6 @@
 import contextlib
 import difflib
 import errno
-import fcntl
 import hashlib
 import inspect
 import json
@@ -19,7 +18,6 @@ import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 
-LOOK_SECONDS = 0.5  # more than the moment for which `holder` has the lock of a folder that nobody trains in
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -27,9 +25,6 @@ def fail(message: str):
     """Ends the program as wrong usage: the message and exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
-
-
-# ------------------------------------------------------------------------------------------------------ whole files
 
 
 def sync(path: Path):
@@ -65,7 +60,7 @@ def write_state(path: Path, state: dict):
 
 
 def read_state(path: Path) -> dict:
-    """What `write_state` wrote, or a buffer: that one's JSON names the file of its arrays."""
+    """What `write_state` wrote. In older checkpoints the JSON of a buffer names the file of its arrays."""
     state = json.loads(Path(f"{path}.json").read_text())
     arrays = Path(state.get("arrays", f"{path.name}.npz")).name
     with np.load(path.with_name(arrays), allow_pickle=False) as loaded:
@@ -105,8 +100,7 @@ def whole_folder(folder: Path, checksums: bool = True):
 
 
 def made_once(folder: Path, needed: tuple[str, ...], make) -> Path:
-    """A folder that is kept in a cache. Where it lacks one of the files `needed`, `make(temporary)` fills it anew; other processes
-    wait meanwhile."""
+    """A folder in a cache. Where it lacks a file of `needed`, `make(temporary)` fills it anew; other processes wait meanwhile."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not all((folder / name).is_file() for name in needed):
@@ -164,9 +158,6 @@ def damage(folder: Path) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------ checkpoints
-
-
 def checkpoints(run: Path) -> list[Path]:
     """Complete checkpoints, the oldest first."""
     return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
@@ -210,46 +201,25 @@ def find(source: str, hint: str) -> tuple[str | Path, Path | None, Path]:
          + (f"; did you mean {' or '.join(near)}?" if near else ".") + f" {hint}")
 
 
-# ------------------------------------------------------------------------------------------------------ one process a folder
-
-
-def holder(run: Path) -> str | None:
-    """Who trains in the folder right now, or None. It looks with a shared lock, which filelock does not have, so that two who look
-    do not take each other for one that trains."""
-    try:
-        with open(run / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return None
-    except BlockingIOError:
-        return named_holder(run)
-
-
-def named_holder(run: Path) -> str:
-    return (run / "lock").read_text().strip() or "a process that just started"
-
-
-def taken(run: Path, mine: bool = False) -> str | None:
-    """Why a new run cannot have this folder, or None; `mine`: this process holds its lock."""
-    if not mine and (who := holder(run)):
-        return f"{run} is being trained by {who}: choose another --name, or wait for its end"
-    if run.is_symlink():
-        return f"{run} exists already and is a link: choose another --name"
+def claim(run: Path, new: bool = False):
+    """Makes the folder this process's own until what is returned, a context, is left, or the process ends, however it ends. Exits
+    with 2 where another process has it, and where a `new` run would find something in it."""
     left = {"lock", ".sampler_weights", temporary_of(run / "config.yaml").name}  # by one that was killed before it had a config
-    if run.exists() and set(os.listdir(run)) - left:
-        return f"{run} exists already: choose another --name" + \
-            (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml)")
-    return None
-
-
-def claim(run: Path):
-    """Makes the folder this process's own until what is returned, a context, is left, or the process ends, however it ends; exits
-    with 2 where another process has it."""
+    full = new and (run.is_symlink() or run.exists() and set(os.listdir(run)) - left)
+    exists = f"{run} exists already: choose another --name" + \
+        (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml), or a link")
+    if full and not (run / "lock").exists():  # nothing is written into it
+        fail(exists)
     run.mkdir(parents=True, exist_ok=True)
+    mine = FileLock(run / "lock", timeout=0)
     try:
-        mine = FileLock(run / "lock", timeout=LOOK_SECONDS, poll_interval=0.01).acquire()
+        mine.acquire()
     except Timeout:
-        fail(f"{run} is being trained by {named_holder(run)}: wait for its end, or stop it")
+        who = (run / "lock").read_text().strip() or "a process that just started"
+        fail(f"{run} is being trained by {who}: " + ("choose another --name" if new else "wait for its end, or stop it"))
+    if full:
+        mine.release()
+        fail(exists)
     (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     return mine
 
@@ -259,9 +229,6 @@ def give_back(run: Path):
     if os.listdir(run) == ["lock"]:
         (run / "lock").unlink()
         run.rmdir()
-
-
-# ------------------------------------------------------------------------------------------- what ends a run, told plainly
 
 
 class NotFinite(ValueError):
@@ -288,9 +255,6 @@ def told_plainly(run: Path):
         again = f"go on with --resume {run}" if (run / "config.yaml").exists() else "start again"
         fail(f"cannot write {getattr(error, 'filename', None) or run}: {os.strerror(number)}{safe}. Free some space (smaller "
              f"--keep-checkpoints and --transcripts need less), then {again}")
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
 
 
 def flat(config: dict) -> dict:
@@ -336,8 +300,7 @@ def parsed(line: bytes) -> dict:
 
 
 def read_lines(path: Path, is_whole=lambda record: True) -> tuple[list[dict], int]:
-    """The records of a .jsonl, and how many lines were left out: cut off when the run was killed, without an iteration, or not
-    `is_whole`. ([], 0) without a file."""
+    """Records of a .jsonl, none without a file; and how many lines were left out: cut off by a kill, or not `is_whole`."""
     records, lines = [], path.read_bytes().splitlines() if path.is_file() else []
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # counted by its absence

@@ -89,8 +89,7 @@ def cut(path: Path, done: int):
 
 
 def clipped_share(objective, log_ratio_N) -> float | None:
-    """Share of an episode's tokens whose ratio is outside the loss's clip range: all or none of them where it is the sequence's;
-    None for a loss that has no such range."""
+    """Share of an episode's tokens with a ratio outside the loss's clip range: all or none where it is the sequence's; or None."""
     limits = clip_range(objective)
     if limits is None:
         return None
@@ -155,11 +154,11 @@ class NoLog(contextlib.nullcontext):
 
 
 class RunLog:
-    """config.yaml, metrics.jsonl, episodes.jsonl, replay.jsonl, wandb or TensorBoard, and the screen: a small dashboard, or
-    lines where there is no terminal."""
+    """config.yaml, the .jsonl files, wandb or TensorBoard, and the screen: a small dashboard, or lines without a terminal."""
 
-    def __init__(self, run: Path, args, done: int, source: str = ""):
-        """`done`: iterations of the run that is gone on with; `source`: a sentence on the problems, for config.yaml."""
+    def __init__(self, run: Path, args, done: int, env=None):
+        """`done`: iterations of the run that is gone on with; `env`: config.yaml says where its problems come from."""
+        source = env.source() if hasattr(env, "source") else "Train and held-out problems are different ones, by their content."
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", f"# {' '.join(source.split())}\n" + yaml.safe_dump(
@@ -192,8 +191,6 @@ class RunLog:
                           config=asdict(self.args), id=path.read_text(), resume="allow",
                           settings=wandb.Settings(silent=True, console="off"))
 
-    # ---- the screen
-
     def __enter__(self):
         if self.live:
             self.live.start(refresh=True)
@@ -208,8 +205,7 @@ class RunLog:
             self.tensorboard.close()
 
     def show(self, metrics: dict):
-        """The six numbers that matter, and held-out success over time. The age is that of what was drawn, without replay that on
-        arrival."""
+        """The six numbers that matter, and held-out success over time. Age: of what was drawn, without replay that on arrival."""
         form = lambda key, spec: "-" if metrics.get(key) is None else format(metrics[key], spec)  # noqa: E731
         if not self.successes:
             self.successes.append(metrics["eval/start_success"])
@@ -229,8 +225,6 @@ class RunLog:
             print(f"iteration {metrics['iteration']}/{self.args.iterations}  " +
                   "  ".join(f"{name} {value}" for name, value in numbers.items()) + f"  {form('time/iteration_s', '.1f')} s",
                   flush=True)
-
-    # ---- the files
 
     def append(self, name: str, record: dict):
         with open(self.run / name, "a") as file:

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-BUCKET = 2**25  # numbers of a gradient that are summed in one exchange
 PATIENCE = timedelta(hours=2)  # of ranks for one that samples longer or writes a checkpoint; the launcher sees one that died
 
 
@@ -109,9 +108,6 @@ def close(code: int = 0):
         os._exit(code)
 
 
-# ------------------------------------------------------------------------------------------- exchanges and shares
-
-
 def gathered(value) -> list:
     """`value` of every rank, by rank."""
     if world() == 1:
@@ -181,27 +177,13 @@ def sum_gradients(parameters):
     sharded weights were summed by the backward pass."""
     if world() == 1 or sharded():
         return
-    waiting, size = [], 0
+    waiting = []
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if waiting and (size + parameter.numel() > BUCKET or parameter.dtype != waiting[0].dtype):
-            sum_bucket(waiting)
-            waiting, size = [], 0
-        waiting.append(parameter.grad)
-        size += parameter.numel()
-    if waiting:
-        sum_bucket(waiting)
-
-
-def sum_bucket(gradients: list[torch.Tensor]):
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(part.view_as(gradient))
-
-
-# ------------------------------------------------------------------------------------------------- sharded weights
+        waiting.append(dist.all_reduce(parameter.grad, async_op=True))
+    for exchange in waiting:
+        exchange.wait()
 
 
 def sharded() -> bool:

@@ -34,13 +34,13 @@ from problems import ProblemSampler
 from runtime import ranks
 from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerprint, load_checkpoint, save_checkpoint,
                                  surroundings, warn_of_changes)
-from runtime.files import claim, fail, flat, give_back, taken, task_files, told_plainly
+from runtime.files import claim, fail, flat, give_back, task_files, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
 from runtime.memories import make_buffer, make_problem_sampler, stores_everything, whole_groups
-from runtime.options import list_objectives, spelled
+from runtime.options import MAY_CHANGE_ON_RESUME, list_objectives, spelled
 from runtime.watch import Watch
-from settings import MAY_CHANGE_ON_RESUME, Args, parse_args
+from settings import Args, parse_args
 from update import Learner, make_learner
 
 COUNTERS = ("iteration", "step", "episodes", "tokens", "best", "start", "last", "bad_updates", "replay_updates", "minutes", "jobs")
@@ -121,31 +121,22 @@ def open_run(args: Args, ask: Callable):
     folder = Path(args.resume or Path(args.runs_dir) / args.name)
     with contextlib.ExitStack() as stack:
         checkpoint = None
+        if ranks.first():
+            stack.enter_context(claim(folder, new=not args.resume))
+            stack.callback(give_back, folder)
         if ranks.first() and args.resume:
-            stack.enter_context(claim(folder))
             checkpoint = checkpoint_to_resume(folder, asdict(args), MAY_CHANGE_ON_RESUME)
-        elif ranks.first() and taken(folder):
-            fail(taken(folder))
         run, saved = prepared(args, folder, ranks.common(checkpoint))
         run.saved_at = began
+        stack.enter_context(told_plainly(folder))  # the first weights for samplers need a disk with room too
         connect_engines(run, saved, checkpoint, functools.partial(ask, run))
-        if ranks.first() and not args.resume:
-            stack.enter_context(claim(folder))  # not earlier: a start that fails leaves nothing behind
-            if taken(folder, mine=True):
-                fail(taken(folder, mine=True))
-        if args.async_rollouts:
-            start_samplers(run, saved, checkpoint, functools.partial(ask, run))
-        stack.enter_context(told_plainly(folder))
         stack.enter_context(contextlib.closing(run.engine))
         stack.enter_context(contextlib.closing(run.source))
         logs = stack.enter_context(contextlib.ExitStack())
         run.interrupt = stack.enter_context(Interrupt(run.source.interrupt))
-        begin_sampling(run)
-        run.log = logs.enter_context(RunLog(folder, run.args, run.iteration, told_of(run.make_env())) if ranks.first() else NoLog())
+        run.source.begin()
+        run.log = logs.enter_context(RunLog(folder, run.args, run.iteration, run.make_env()) if ranks.first() else NoLog())
         yield run
-
-
-# ------------------------------------------------------------------------------------------------ refused, or resumed
 
 
 def start_processes(args: Args):
@@ -154,18 +145,18 @@ def start_processes(args: Args):
         ranks.start()
     except ValueError as error:
         fail(str(error))
+    world, values = ranks.world(), flat(vars(args))
     if not args.quiet:
-        print(f"processes: {ranks.world()}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
+        print(f"processes: {world}" + (f", samplers: {args.async_rollouts}" if args.async_rollouts else ""))
     for name in ("problems_per_iteration", "replay_batch_size", "capacity", "replay_options.probe_episodes", "eval_problems"):
-        if (flat(vars(args))[name] or math.inf) < ranks.world():
-            fail(f"{spelled(name)} {flat(vars(args))[name]} is less than the {ranks.world()} processes that share it")
+        if (values[name] or math.inf) < world:
+            fail(f"{spelled(name)} {values[name]} is less than the {world} processes that share it")
     for name, whole in (("fresh_fraction", "replay_batch_size"), ("positive_fraction", "capacity")):
-        fraction, share = args.replay_options[name], getattr(args, whole) // ranks.world()
+        fraction, share = args.replay_options[name], values[whole] // world
         if args.replay != "none" and fraction and not round(fraction * share):
-            fail(f"--replay-options {name} {fraction:g} of the {share} that a process has of --{whole.replace('_', '-')} "
-                 f"{getattr(args, whole)} rounds to none")
-    if args.async_rollouts and ranks.world() > 1:
-        fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {ranks.world()}")
+            fail(f"--replay-options {name} {fraction:g} of a process's {share} of {spelled(whole)} {values[whole]} rounds to none")
+    if args.async_rollouts and world > 1:
+        fail(f"--async-rollouts {args.async_rollouts} is for one training process, not {world}")
     shared_folder = args.engine_options["shared_folder"]
     if shared_folder and not Path(shared_folder).is_dir():
         fail(f"--engine-options shared_folder {shared_folder} must be a folder that exists: make it, or correct the path")
@@ -176,6 +167,9 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
     make_env = make_env_factory(args.env, args.env_options)
     try:
         train_problems = np.array(problems_of(make_env(), "train", args.train_problems, 1536, "--train-problems"))
+        if len(train_problems) < args.problems_per_iteration:
+            fail(f"--problems-per-iteration {args.problems_per_iteration} is more than the {len(train_problems)} training problems that "
+                 f"--env {args.env} has: ask for fewer")
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         start_folder = start_policy(args, make_env, folder, checkpoint)
         policy, processor = load_policy(start_folder, getattr(torch, args.dtype), args.trust_remote_code)
@@ -287,32 +281,24 @@ def digest_of(values: list) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------ sampling
-
-
 def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
-    """What samples in this process, and what plays the evaluation."""
-    args, policy = run.args, run.learner.policy
+    """What plays the evaluation, and what samples: in this process, or in others beside the training."""
+    args, policy, play = run.args, run.learner.policy, run.play | {"temperature": run.args.temperature}
     try:
-        if not args.async_rollouts:
-            run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
-                                functools.partial(engine_of, run), sampling_of(run), job, run.step)
-            if checkpoint:
-                run.source.restore(checkpoint, saved.get("synced", 0))
         if args.async_rollouts or args.sync_every > 1:  # evaluation needs the policy as it is, not the sampler's
             run.engine = make_engine(replace(args, engine="hf", quiet=True), policy, run.chat, run.start_folder)
-        else:
-            run.engine = run.source.engine
+        if not args.async_rollouts:
+            run.source = Direct(args, policy, sampled_policy(run), run.chat, run.make_env,
+                                lambda sampled: make_engine(args, sampled, run.chat, run.start_folder), play, job, run.step)
+            if run.engine is None:
+                run.engine = run.source.engine
     except (ImportError, RuntimeError, ValueError) as error:  # no vLLM, no server, a model that the engine cannot play
         fail(str(error))
-
-
-def engine_of(run: Run, policy):
-    return make_engine(run.args, policy, run.chat, run.start_folder)
-
-
-def sampling_of(run: Run) -> dict:
-    return run.play | {"temperature": run.args.temperature}
+    if args.async_rollouts:
+        run.source = Samplers(args, run.learner.accelerator.unwrap_model(policy), run.start_folder, run.folder, play, job,
+                              max(run.jobs, run.iteration) + 1, run.step, saved.get("under_way", ()))
+    if checkpoint:
+        run.source.restore(checkpoint, saved.get("synced", 0))
 
 
 def sampled_policy(run: Run):
@@ -322,35 +308,6 @@ def sampled_policy(run: Run):
         return run.learner.policy
     policy, _ = load_policy(run.start_folder, getattr(torch, args.dtype), args.trust_remote_code)
     return policy.to(run.learner.device)
-
-
-def start_samplers(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
-    """Samplers beside the training, in processes of their own."""
-    policy = run.learner.accelerator.unwrap_model(run.learner.policy)
-    with told_plainly(run.folder):  # the first weights need a disk with room
-        run.source = Samplers(run.args, policy, run.start_folder, run.folder, sampling_of(run), job,
-                              max(run.jobs, run.iteration) + 1, run.step, saved.get("under_way", ()))
-    if checkpoint:
-        run.source.restore(checkpoint, saved.get("synced", 0))
-
-
-def begin_sampling(run: Run):
-    try:
-        run.source.begin()
-    except SystemExit:  # a sampler cannot start: leaves nothing behind, like an engine here
-        run.source.close()
-        give_back(run.folder)
-        raise
-
-
-def told_of(env) -> str:
-    """A sentence on where the problems come from."""
-    if hasattr(env, "source"):
-        return env.source()
-    return "Train and held-out problems are different ones, by their content."
-
-
-# ------------------------------------------------------------------------------------------------ saving, ending
 
 
 def save(run: Run):

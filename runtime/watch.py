@@ -2,12 +2,15 @@
 import contextlib
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from runtime import ranks
-from runtime.files import NotFinite, fail
+from runtime.files import NotFinite, fail, read_yaml
+
+WARNINGS = read_yaml(Path(__file__).with_name("warnings.yaml"))  # their texts
 
 # ALGO LOGIC: when a run is warned. Healthy runs of all tiny configs stay below these by a factor of 1.5 or more.
 SPIKE = 30.0  # times the median gradient norm of the same kind of update
@@ -109,8 +112,7 @@ class Watch:
         vars(self).update(state)
 
     def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict], too_old: int = 0) -> list[str]:
-        """New warnings after an iteration: the `info` of its episodes, the metrics of its updates, and how many episodes were
-        dropped as too old."""
+        """New warnings after an iteration: `info` of its episodes, metrics of its updates, number of those dropped as too old."""
         found = {**self.answers(infos), **self.stale(too_old, len(infos)),
                  **self.gradient("fresh", fresh), **self.gradient("replay", replayed),
                  **self.entropy_of(fresh or replayed), **self.ratios("fresh", fresh), **self.ratios("replay", replayed)}
@@ -122,13 +124,9 @@ class Watch:
         turns, failed, cut = (sum(info[key] for info in infos) for key in ("turns", "parse_failures", "length_stops"))
         found = {}
         if turns and failed == turns:
-            found["parse"] = (
-                f"not one of {turns} answers was valid: only the format penalty is left to learn from. Likely the model does "
-                f"not know the task's answer format{', or its answers are cut' if cut > turns / 2 else ''}: see eval.py show; "
-                "--max-new-tokens higher, --temperature lower, --format-penalty above 0, or a model that follows "
-                "instructions (for --model tiny: more --tiny-options updates)")
+            found["parse"] = WARNINGS["parse"].format(turns=turns, cut=cut)
         if turns and cut > CUT * turns:
-            found["cut"] = f"nearly every answer was cut at --max-new-tokens {self.args.max_new_tokens}; a higher limit may help"
+            found["cut"] = WARNINGS["cut"].format(args=self.args)
         return found
 
     def stale(self, too_old: int, episodes: int) -> dict:
@@ -138,11 +136,7 @@ class Watch:
         dropped, all = map(sum, zip(*self.dropped))
         if len(self.dropped) < TOO_OLD_HISTORY or dropped < TOO_OLD * all:
             return {}
-        return {"stale": f"{dropped} of the {all} episodes of {TOO_OLD_HISTORY} iterations were dropped as older than "
-                f"--max-staleness {self.args.max_staleness}: sampling them was for nothing. Allow older ones, or "
-                f"make them younger: fewer batches ahead (--async-options queue, now {self.args.async_options['queue']}), "
-                "new weights more often "
-                f"(--sync-every, now {self.args.sync_every})"}
+        return {"stale": WARNINGS["stale"].format(dropped=dropped, all=all, iterations=TOO_OLD_HISTORY, args=self.args)}
 
     def gradient(self, kind: str, updates: list[dict]) -> dict:
         found, norms = {}, self.norms[kind]
@@ -152,12 +146,9 @@ class Watch:
                 continue
             middle = float(np.median(norms)) if norms else math.inf
             if len(norms) >= SPIKE_HISTORY / 5 and norm > SPIKE * middle > 0:
-                stale = "stale episodes with large ratios (a smaller --tau or --replay-options max_age, --loss-options dual_clip 3), " \
-                    "or " if kind == "replay" else ""
-                found[f"spike {kind}"] = (
-                    f"the gradient norm of a {kind} update is {norm:.3g}, {norm / middle:.0f} times the median of the last "
-                    f"{len(norms)}; it was clipped to --max-grad-norm {self.args.max_grad_norm:g}. Likely {stale}a step that was "
-                    "too long (a smaller --lr or --max-grad-norm)")
+                found[f"spike {kind}"] = WARNINGS["spike"].format(
+                    kind=kind, norm=norm, times=norm / middle, updates=len(norms), args=self.args,
+                    stale=WARNINGS["spike_stale"] if kind == "replay" else "")
             norms.append(norm)
             del norms[:-SPIKE_HISTORY]
         return found
@@ -171,28 +162,20 @@ class Watch:
             self.entropy = now
         if now >= ENTROPY_LEFT * self.entropy:
             return {}
-        return {"entropy": f"the entropy has collapsed to {now:.2g} nats a token, {now / self.entropy:.1%} of the first "
-                "iteration's: the samples of a group are nearly the same, and little is left to learn from. Likely too long or "
-                "too many steps: --entropy-coef 0.001, --loss-options eps_high 0.28, --kl-coef 0.01, a smaller "
-                "--lr, fewer --replay-updates"}
+        return {"entropy": WARNINGS["entropy"].format(now=now, share=now / self.entropy)}
 
     def ratios(self, kind: str, updates: list[dict]) -> dict:
         for update in updates:
             kl, ess, clamped = (update.get(key) for key in ("kl_behavior_k3", "ess_token", "clamped"))
             if kl is None or ess is None or not (kl > RATIO_KL or ess < RATIO_ESS or clamped):
                 continue
-            cause = "the episodes are too old for this learning rate: --tau, --capacity or --replay-options max_age smaller, " \
-                "fewer --replay-updates, a smaller --lr" if kind == "replay" else \
-                "sampler and trainer disagree (see fresh/sampler_trainer_difference; --dtype float32), or several steps on one " \
-                "batch went too far (--fresh-epochs 1, a smaller --lr)"
-            return {f"ratios {kind}": f"the ratios of a {kind} update have exploded: KL(sampling || current) {kl:.3g} nats a "
-                    f"token, effective sample size {ess:.1%}, {clamped or 0:.0f} log-ratios beyond 20. Likely {cause}"}
+            return {f"ratios {kind}": WARNINGS["ratios"].format(kind=kind, kl=kl, ess=ess, clamped=clamped or 0,
+                                                                cause=WARNINGS[f"ratios_{kind}"])}
         return {}
 
 
 def refuse_broken(args, iteration: int, played: list[dict], context_length: int):
-    """Exits with 2 where too many environments raised, or no first message left room for an answer. `played`: outlines of all
-    ranks' episodes."""
+    """Exits with 2 where too many environments raised, or no first message left room for an answer. `played`: metrics.outline."""
     broken = [row["info"]["env_error"] for row in played if row["info"]["env_error"]]
     if len(broken) > ENV_ERRORS * len(played):
         fail(f"{len(broken) / len(played):.0%} of the environments raised, more than the {ENV_ERRORS:.0%} "

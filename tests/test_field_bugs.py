@@ -33,7 +33,7 @@ from policies.tiny import tiny_config, tiny_tokenizer
 from problems import ProblemSampler
 from rollout import Completion, collect
 from runtime import setup
-from runtime.shards import load_buffer, save_buffer
+from runtime.memories import load_buffer, save_buffer
 from settings import Args, parse_args
 from tasks import maths, search_qa
 from tasks.maths import Maths

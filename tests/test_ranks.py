@@ -34,7 +34,7 @@ from episode import Episode
 from look import fits
 from models import load_policy
 from runtime import files, ranks
-from runtime.shards import load_buffer
+from runtime.memories import load_buffer
 from settings import Args, parse_args
 from train import main
 from update import gradients, make_learner, update
@@ -305,8 +305,8 @@ def test_fewer_problems_than_processes_are_refused(tmp_path, quick_flags):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--replay-options", "fresh_fraction", 0.05], "--replay-options fresh_fraction 0.05 of the 8 that a process has of --replay-batch-size 64 rounds to none"),
-    (["--replay", "positive_bias", "--replay-options", "positive_fraction", 0.003], "--replay-options positive_fraction 0.003 of the 128")])
+    (["--replay-options", "fresh_fraction", 0.05], "--replay-options fresh_fraction 0.05 of a process's 8 of --replay-batch-size 64 rounds to none"),
+    (["--replay", "positive_bias", "--replay-options", "positive_fraction", 0.003], "--replay-options positive_fraction 0.003 of a process's 128")])
 def test_a_share_that_rounds_to_nothing_is_refused(monkeypatch, capsys, flags, words):
     """0.05 x 64 is 3 entries for one process, 0.4 of an entry for each of eight."""
     args = parse_args(list(map(str, flags)))

