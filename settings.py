@@ -45,6 +45,10 @@ class Args:
     """on: online if you are logged in, else offline."""
     wandb_project: str = "freshreplay"
     """wandb project."""
+    wandb_entity: str | None = None
+    """wandb user or team. None: yours."""
+    wandb_tags: str | None = None
+    """Tags beside those of task, algorithm and replay, with commas between."""
     track: Literal["wandb", "tensorboard"] = "wandb"
     """Where curves go beside metrics.jsonl. tensorboard: into the run's folder, tensorboard/."""
     quiet: bool = False

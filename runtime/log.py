@@ -1,9 +1,11 @@
 """What a run writes while it goes on, the line or bar on the screen, its clock, and the end that Ctrl-C asks for."""
 import contextlib
+import hashlib
 import json
 import os
 import resource
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +24,9 @@ from rich.table import Table
 from episode import rounded, with_files
 from losses import LOSSES, clip_range
 from runtime import ranks
-from runtime.files import finite_or_none, parsed, temporary_of, write_whole
+from runtime.code import keep_code
+from runtime.files import finite_or_none, flat, parsed, temporary_of, write_whole
+from runtime.options import TABLES
 
 LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
 
@@ -141,6 +145,12 @@ def wandb_login() -> bool:
                 requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"))
 
 
+def method_of(config: dict) -> str:
+    """Eight digits that the runs share whose settings differ in nothing but seed, places and logging."""
+    settings = {name: value for name, value in flat(config).items() if name not in TABLES["not_a_setting"]}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
 class NoLog(contextlib.nullcontext):
     """RunLog of the ranks that write nothing."""
 
@@ -156,13 +166,14 @@ class NoLog(contextlib.nullcontext):
 class RunLog:
     """config.yaml, the .jsonl files, wandb or TensorBoard, and the screen: a small dashboard, or lines without a terminal."""
 
-    def __init__(self, run: Path, args, done: int, env=None):
+    def __init__(self, run: Path, args, done: int, env):
         """`done`: iterations of the run that is gone on with; `env`: config.yaml says where its problems come from."""
         source = env.source() if hasattr(env, "source") else "Train and held-out problems are different ones, by their content."
         self.run, self.args, self.console = run, args, Console()
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", f"# {' '.join(source.split())}\n" + yaml.safe_dump(
             {key: value for key, value in asdict(args).items() if key != "resume"}, sort_keys=False))
+        self.code = keep_code(run, env, done)
         for name in LOGS:
             if (run / name).exists():
                 cut(run / name, done)
@@ -187,9 +198,17 @@ class RunLog:
         path = self.run / "wandb_id"
         if not path.exists():
             write_whole(path, secrets.token_hex(8))
-        return wandb.init(project=self.args.wandb_project, name=self.run.name, dir=str(self.run), mode=mode,
-                          config=asdict(self.args), id=path.read_text(), resume="allow",
-                          settings=wandb.Settings(silent=True, console="off"))
+        args, method = self.args, method_of(asdict(self.args))
+        tags = [Path(args.env).name, args.algo, f"replay {args.replay}", *(args.wandb_tags or "").split(",")]
+        run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, name=self.run.name, dir=str(self.run), mode=mode,
+                         config=asdict(args) | {"code": self.code}, id=path.read_text(), resume="allow", tags=[tag[:64] for tag in tags if tag],
+                         group=f"{Path(args.env).name}-{args.algo}-{args.replay}-{method}",
+                         settings=wandb.Settings(silent=True, console="off"))
+        run.define_metric("eval/*", step_metric="episodes")
+        for name in ("fresh/*", "replay/*", "buffer/*"):
+            run.define_metric(name, step_metric="step")
+        shutil.copy(self.run / "code.patch", run.dir)  # is uploaded with it
+        return run
 
     def __enter__(self):
         if self.live:
@@ -261,7 +280,7 @@ class RunLog:
                 text = "\n\n".join(f"[{message['role']}] {message['content']}" for message in record["transcript"])
                 table.add_data(record["iteration"], record["kind"], record["age"], record["info"]["success"], record["reward"],
                                text, *[pictures] * any(frames))
-            self.wandb.log(numbers | {"episodes": table}, step=metrics["iteration"])
+            self.wandb.log(numbers | {"transcripts": table}, step=metrics["iteration"])
         if self.tensorboard is not None:
             for key, value in numbers.items():
                 self.tensorboard.add_scalar(key, value, metrics["iteration"])

@@ -34,7 +34,8 @@ from problems import ProblemSampler
 from runtime import ranks
 from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerprint, load_checkpoint, save_checkpoint,
                                  surroundings, warn_of_changes)
-from runtime.files import claim, fail, flat, give_back, task_files, told_plainly
+from runtime.code import code_files
+from runtime.files import claim, fail, flat, give_back, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
 from runtime.memories import make_buffer, make_problem_sampler, stores_everything, whole_groups
@@ -266,15 +267,6 @@ def finished(run: Run) -> bool:
     """Whether the run's end was written; not where it was killed after its last checkpoint."""
     summary = run.folder / "summary.json"
     return summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
-
-
-def code_files(env) -> list[Path]:
-    """The files that decide what is learned, the task's own among them."""
-    top = Path(__file__).resolve().parent.parent
-    names = ("train", "settings", "judge", "update", "losses", "episode", "buffer", "problems", "drift", "rollout", "models", "envs",
-             "engines/hf", "engines/samplers", "engines/vllm", "runtime/entries", "runtime/masters", "runtime/memories", "runtime/ranks",
-             "runtime/tensors")
-    return sorted({top / f"{name}.py" for name in names} | set(task_files(env)))
 
 
 def digest_of(values: list) -> str:

@@ -25,7 +25,7 @@ from models import load_policy
 from policies.chat import Chat
 from rollout import collect
 from runtime import setup
-from runtime.log import RunLog
+from runtime.log import RunLog, method_of
 from runtime.memories import FIRST_TAU
 from runtime.options import with_new_names
 from settings import Args, parse_args
@@ -191,7 +191,7 @@ def test_flags_override_the_config_and_yaml_types_hold(tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--replay", "per"], ["--replay", "none"], ["--tau", "auto", "--lr", "1e-6"]])
 def test_the_config_of_a_run_reads_back_as_its_arguments(tmp_path, flags):
     args = parse_args(["--name", "x", *flags])
-    RunLog(tmp_path, replace(args, wandb="off"), done=0)
+    RunLog(tmp_path, replace(args, wandb="off"), 0, tiny_lake())
     again = parse_args(["--resume", str(tmp_path)])
     assert again == replace(args, wandb="off", resume=str(tmp_path))
 
@@ -611,14 +611,21 @@ def test_wandb_offline_gets_the_namespaces_and_the_episodes(tmp_path, quick_flag
     train_module.main(parse_args([*flags, "--runs-dir", str(tmp_path), "--name", "w", "--iterations", "2", "--quiet", "true"]))
     settings, = logged
     assert settings["mode"] == "offline" and settings["config"]["env_options"] == {"prompt": "tiny"}
-    assert set(settings["config"]) == {field.name for field in fields(Args)}
+    assert set(settings["config"]) == {field.name for field in fields(Args)} | {"code"}
+    assert settings["config"]["code"] == json.loads((tmp_path / "w" / "code.json").read_text())
+    assert settings["tags"] == ["frozenlake", "grpo", "replay fresh"] and settings["group"].startswith("frozenlake-grpo-fresh-")
+    args = {name: value for name, value in settings["config"].items() if name != "code"}
+    assert method_of(args) == method_of(args | {"seed": 7, "name": "y", "wandb_tags": "z"}) == settings["group"][-8:]
+    assert method_of(args) != method_of(args | {"lr": 1e-5})
     folder, = (tmp_path / "w" / "wandb").glob("offline-run-*")
     summary = json.loads((folder / "files" / "wandb-summary.json").read_text()) if (
         folder / "files" / "wandb-summary.json").exists() else None
     assert list(folder.glob("*.wandb")) and (summary is None or summary["iteration"] == 2)
     spaces = {key.split("/")[0] for key in metrics_of(tmp_path / "w")[-1] if "/" in key}
     assert spaces == {"fresh", "replay", "buffer", "problems", "eval", "time", "task", "cost"}
-    assert any("episodes" in path.name for path in folder.rglob("*.table.json"))
+    assert any("transcripts" in path.name for path in folder.rglob("*.table.json"))  # `episodes` is their number
+    assert summary is None or summary["episodes"] == metrics_of(tmp_path / "w")[-1]["episodes"]
+    assert (folder / "files" / "code.patch").read_text() == (tmp_path / "w" / "code.patch").read_text()
 
 
 def test_a_server_that_is_not_there_ends_the_start_and_leaves_nothing(tmp_path, quick_flags, capsys, monkeypatch):
@@ -628,9 +635,18 @@ def test_a_server_that_is_not_there_ends_the_start_and_leaves_nothing(tmp_path, 
     assert stop.value.code == 2 and "did not answer" in capsys.readouterr().err and not (tmp_path / "x").exists()
 
 
+def test_fewer_problems_than_an_iteration_asks_are_a_sentence_and_leave_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_module.main(parse_args(["--wandb", "off", "--model", "smollm2", "--env", "cliffwalking", "--problems-per-iteration", "28",
+                                      "--eval-problems", "4", "--runs-dir", str(tmp_path), "--name", "x"]))
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and "--problems-per-iteration 28 is more than the 27 training problems" in told
+    assert not (tmp_path / "x").exists()
+
+
 def test_other_models_and_tasks_get_defaults_that_fit_them(tmp_path, capsys):
     args = parse_args(["--model", "smollm2", "--env", "cliffwalking"])
-    assert (args.max_new_tokens, args.lr) == (128, 1e-6) and "the default for --model smollm2" in capsys.readouterr().out
+    assert (args.max_new_tokens, args.lr, args.critic_lr) == (128, 1e-6, 1e-5) and "the default for --model smollm2" in capsys.readouterr().out
     assert args.name.startswith("cliffwalking_smollm2-grpo-fresh-seed0-")
     assert (parse_args(["--model", "smollm2", "--lr", "1e-4"]).lr, parse_args([]).lr) == (1e-4, 1e-3)
     env = envs.make_env_factory("cliffwalking", {})()
@@ -651,7 +667,7 @@ def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_pat
     metrics = {"fresh/reward": 0.5, "replay/age_mean": 12.0, "replay/ess_token": 0.9, "fresh/signal_share": 0.25,
                "time/tokens_per_s": 1234.0, "time/iteration_s": 1.0, "eval/start_success": 0.25}
     args = replace(parse_args(["--name", "x", "--wandb", "off"]), iterations=2)
-    with runs.RunLog(tmp_path / "run", args, done=0) as log:
+    with runs.RunLog(tmp_path / "run", args, 0, tiny_lake()) as log:
         log.show(metrics | {"iteration": 1, "eval/success": None})
         log.show(metrics | {"iteration": 2, "eval/success": 1.0})
     for words in ("1/2", "2/2", "reward 0.50", "held-out 0.250", "held-out 1.000", "age 12", "ESS 0.90", "signal 25%",
@@ -661,7 +677,7 @@ def test_a_terminal_gets_a_dashboard_of_six_numbers_and_held_out_success(tmp_pat
 
 def test_the_screen_without_replay_shows_the_age_on_arrival(tmp_path, capsys):
     args = replace(parse_args(["--name", "x", "--wandb", "off", "--replay", "none"]), iterations=1)
-    with RunLog(tmp_path / "run", args, done=0) as log:
+    with RunLog(tmp_path / "run", args, 0, tiny_lake()) as log:
         log.show({"iteration": 1, "replay/age_mean": None, "fresh/staleness_mean": 1.4, "eval/start_success": 0.25, "eval/success": None})
     assert "  age 1.4  " in capsys.readouterr().out
 
