@@ -25,7 +25,7 @@ from runtime.files import fail, flat, read_yaml, whole_lines
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
                  "shared_folder", "restart_samplers", "engine_options.parallel", "engine_options.memory",
-                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging: no part of the method, by all names
+                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging, by all their names
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {  # metrics that are needed, and the unit
     "episodes": (["episodes"], "episodes"), "steps": (["step"], "optimiser steps"), "tokens": (["tokens"], "tokens"),
@@ -236,38 +236,39 @@ def baseline_of(groups: dict[str, list[Run]], folder: str | None) -> str:
 # ----------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(groups: dict[str, list[Run]], baseline: str, start: float, end: float,
-          target: float | None = None) -> tuple[list[dict], list[dict]]:
-    """A row a group, and one for each that is compared with the group labelled `baseline`; judged between start and end."""
-    rows, finals, seeds = {}, {}, {}
+def with_ends(name: str, interval) -> dict[str, float]:
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, interval)))
+
+
+def judge(groups: dict[str, list[Run]], baseline: str, start: float, end: float, target: float | None = None) -> list[dict]:
+    """A row a group, judged between start and end and compared with the group labelled `baseline`."""
+    rows, finals, seeds = [], [], []
     for label, runs in groups.items():
         runs = sorted(runs, key=lambda run: run.config["seed"])
         scores = [run.scores(start, end, target) for run in runs]
         row = {"group": string.ascii_uppercase[len(rows)], "settings": label, "seeds": len(runs)}
         for name in ("final", "best", "area"):
-            interval = middle(np.array([score[name] for score in scores]))
-            row |= dict(zip((name, f"{name}_low", f"{name}_high"), map(float, interval)))
+            row |= with_ends(name, middle(np.array([score[name] for score in scores])))
         if target is not None:
             times = [score["time_to_target"] for score in scores]
             row |= {"reached": int(np.isfinite(times).sum()), "time_to_target": float(np.median(times))}
-        rows[label] = row
-        finals[label] = np.array([score["final"] for score in scores])
-        seeds[label] = [run.config["seed"] for run in runs]
-    others, pairs = [label for label in groups if label != baseline], []
-    for label, (sign, why) in zip(others, verdicts([finals[label] for label in others], finals[baseline])):
-        first, second, a_N, b_M = rows[label], rows[baseline], finals[label], finals[baseline]
-        better = first["group"] if sign > 0 else second["group"]
-        pair = {"first": first["group"], "second": second["group"],
-                "verdict": f"{better} is better ({why})" if sign else f"no claim: {why}"}
-        paired = seeds[label] == seeds[baseline]
-        gap = middle(a_N - b_M) if paired else (a_N.mean() - b_M.mean(), np.nan, np.nan)
-        pair |= dict(zip(("difference", "difference_low", "difference_high"), map(float, gap)))
-        pair["probability"] = float(np.mean((np.sign(a_N[:, None] - b_M[None]) + 1) / 2))  # ties count half
-        if target is not None:
-            mine, others_time = first["time_to_target"], second["time_to_target"]
-            pair["saved"] = 1 - mine / others_time if np.isfinite([mine, others_time]).all() and others_time else np.nan
-        pairs.append(pair)
-    return list(rows.values()), pairs
+        rows.append(row)
+        finals.append(np.array([score["final"] for score in scores]))
+        seeds.append([run.config["seed"] for run in runs])
+    base = list(groups).index(baseline)
+    told = verdicts(finals[:base] + finals[base + 1:], finals[base])
+    told.insert(base, (0, "it is the baseline"))
+    for row, final_N, of_seeds, (sign, why) in zip(rows, finals, seeds, told):
+        gap = final_N.mean() - finals[base].mean(), np.nan, np.nan
+        row |= with_ends("difference", middle(final_N - finals[base]) if of_seeds == seeds[base] else gap)
+        above = np.sign(final_N[:, None] - finals[base][None])
+        row["probability"] = float(np.mean((above + 1) / 2))  # ties count half
+        better = row["group"] if sign > 0 else rows[base]["group"]
+        row["verdict"] = f"{better} is better ({why})" if sign else f"no claim: {why}"
+        if target is not None:  # only at a score that both reach, never from the cost of a step alone
+            mine, others = row["time_to_target"], rows[base]["time_to_target"]
+            row["saved"] = 1 - mine / others if np.isfinite([mine, others]).all() and others else np.nan
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -294,28 +295,22 @@ def with_interval(row: dict, name: str) -> str:
     return number(row[name]) + interval
 
 
-def markdown(rows: list[dict], pairs: list[dict], notes: list[str], args: CompareArgs, end: float) -> str:
+def markdown(rows: list[dict], baseline: str, notes: list[str], args: CompareArgs, end: float) -> str:
     unit = X_AXES[args.x][1]
-    head = ["", "settings", "seeds", f"{args.y} at {amount(end)} {unit}", "best", "area under the curve / width"]
-    head += [f"{unit} to {args.target:g} (median; reached)"] if args.target is not None else []
+    base = next(row["group"] for row in rows if row["settings"] == baseline)
+    head = ["", "settings", "seeds", f"{args.y} at {amount(end)} {unit}", "best", "area under the curve / width",
+            f"at the end, minus {base}", f"probability that a run ends above one of {base}", ""]
+    if args.target is not None:
+        head += [f"{unit} to {args.target:g} (median; reached)", f"saved of {base}'s"]
     table = [head, ["---"] * len(head)]
     for row in rows:
-        table.append([row["group"], row["settings"], str(row["seeds"])])
-        table[-1] += [with_interval(row, name) for name in ("final", "best", "area")]
+        intervals = [with_interval(row, name) for name in ("final", "best", "area", "difference")]
+        table.append([row["group"], row["settings"], str(row["seeds"]), *intervals, number(row["probability"]), row["verdict"]])
         if args.target is not None:
             table[-1].append(f"{amount(row['time_to_target'])}; {row['reached']} of {row['seeds']}")
+            table[-1].append(f"{row['saved']:.0%}" if np.isfinite(row["saved"]) else "n/a")
     text = [f"# {args.y} over {unit}", "", "Means over seeds, with 95 % intervals by Student's t.", ""]
     text += ["| " + " | ".join(cells) + " |" for cells in table]
-    if pairs:
-        head = ["", "difference of the means at the end", "probability that a run of the first ends above one of the second", ""]
-        head += [f"{unit} that the first saves on the way to {args.target:g}"] if args.target is not None else []
-        text += [""] + ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
-        for pair in pairs:
-            cells = [f"{pair['first']} over {pair['second']}", with_interval(pair, "difference"), number(pair["probability"]),
-                     pair["verdict"]]
-            if args.target is not None:  # saved only at a score that both reach, never from the cost of a step alone
-                cells.append(f"{pair['saved']:.0%}" if np.isfinite(pair["saved"]) else "n/a")
-            text.append("| " + " | ".join(cells) + " |")
     return "\n".join([*text, "", *(f"- {note}" for note in notes), ""])
 
 
@@ -326,33 +321,20 @@ def write_csv(path: Path, rows: list[dict]):
         writer.writerows(rows)
 
 
-def spread(heights: list[float], gap: float) -> list[float]:
-    """Heights moved apart until neighbours are at least `gap` from each other, the order kept."""
-    order, placed = np.argsort(heights, kind="stable"), np.array(heights, dtype=float)
-    for _ in range(200):
-        for lower, upper in zip(order, order[1:]):
-            lack = gap - (placed[upper] - placed[lower])
-            if lack > 1e-9:
-                placed[lower], placed[upper] = placed[lower] - lack / 2, placed[upper] + lack / 2
-    return placed.tolist()
-
-
 def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end: float, out: Path):
     """comparison.png and .svg: curves with bands over the seeds and, beside them, the scores at the end that all share."""
     from matplotlib.figure import Figure  # takes longer than all else, and what is refused needs no picture
     from matplotlib.ticker import MaxNLocator
     figure = Figure(figsize=(11, max(4.6, 0.6 * len(rows))), layout="constrained")
     curves, finals = figure.subplots(1, 2, width_ratios=(2, 1))
-    ends = []
     for place, (runs, row) in enumerate(zip(groups.values(), rows)):
         look = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS)]}
         first, last = max(run.x[0] for run in runs), min(run.x[-1] for run in runs)
         grid = np.unique([x for run in runs for x in run.x if first <= x <= last])
         values = np.array([run.at(grid) for run in runs])
         centre, low, high = middle(values)
-        curves.plot(grid, centre, linewidth=2, drawstyle="steps-post", **look)
+        curves.plot(grid, centre, linewidth=2, drawstyle="steps-post", label=row["group"], **look)
         curves.plot(last, centre[-1], "o", color=look["color"], markersize=5)
-        ends.append((last, centre[-1], look["color"]))
         if len(runs) > 1:
             curves.fill_between(grid, low, high, step="post", color=look["color"], alpha=0.15, linewidth=0)
             finals.plot([row["final_low"], row["final_high"]], [place, place], color=look["color"], linewidth=2.5)
@@ -367,10 +349,7 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
     if args.target is not None:
         curves.axhline(args.target, color="grey", linewidth=0.8, linestyle="--")
         curves.text(curves.get_xlim()[0], args.target, f" target {args.target:g}", color="dimgrey", va="bottom", fontsize=9)
-    heights = spread([height for _, height, _ in ends], gap=0.045 * float(np.diff(curves.get_ylim())[0]))
-    for row, (x, _, color), height in zip(rows, ends, heights):
-        curves.annotate(row["group"], (x, height), (7, 0), textcoords="offset points", va="center", fontsize=10, color=color,
-                        fontweight="bold", bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
+    curves.legend(ncols=2)
     unit = X_AXES[args.x][1]
     curves.set(xlabel=unit, ylabel=args.y)
     few = "; too few seeds for a claim" if min(row["seeds"] for row in rows) < FEWEST_SEEDS else ""
@@ -411,21 +390,21 @@ def main(argv: list[str]):
     start, end = latest.x[0], shortest.x[-1]
     if start > end:
         fail(f"{shortest.path} ends at {amount(end)} {X_AXES[args.x][1]}, before {latest.path} starts at {amount(start)}")
-    rows, pairs = judge(groups, baseline, start, end, args.target)
+    rows = judge(groups, baseline, start, end, args.target)
     where = f", where the shortest run, {shortest.path}, ends" if any(run.x[-1] > end for run in runs) else ""
     notes += more + [f"judged up to {amount(end)} {X_AXES[args.x][1]}{where}; a curve keeps its value until its next point"]
     if min(row["seeds"] for row in rows) < FEWEST_SEEDS:
         notes.append(f"fewer than {FEWEST_SEEDS} seeds: no claim can be made")
-    if pairs:
-        notes.append(f"compared with {pairs[0]['second']} (another: --baseline FOLDER): p of Welch's t-test after Holm's correction; "
-                     "what is better is so by ranks too (Mann-Whitney's U); intervals of differences pair the runs of a seed")
+    if len(rows) > 1:
+        notes.append("p is of Welch's t-test, after Holm's correction for all that are compared with the baseline (--baseline "
+                     "FOLDER); what is better is so by ranks too (Mann-Whitney's U); intervals of differences pair the runs of a seed")
     if args.x == "compute":
         prices = [run.mu for run in runs]
         notes.append(f"mu {min(prices):.3g} to {max(prices):.3g} by the runs' own clocks; --mu prices sampling alike in all of them"
                      if args.mu is None else f"sampling an episode is priced at {args.mu:g} times training on one, in all runs")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown(rows, pairs, notes, args, end)
+    text = markdown(rows, baseline, notes, args, end)
     (out / "comparison.md").write_text(text)
     write_csv(out / "comparison.csv", rows)
     write_csv(out / "runs.csv", [

@@ -40,7 +40,7 @@ def signed(values_N: np.ndarray) -> str:
 
 
 def gains(scores: dict[str, np.ndarray], baseline: str) -> dict[str, str]:
-    """Each arm's scores minus the baseline's, seed by seed; bold where `eval.py compare` would say that one of the two is better."""
+    """Each arm's scores minus the baseline's, seed by seed; bold where `eval.py compare` would say which of the two is better."""
     others = [arm for arm in scores if arm != baseline]
     told = {baseline: ""}
     for arm, (sign, _) in zip(others, verdicts([scores[arm] for arm in others], scores[baseline])):
@@ -68,7 +68,7 @@ def compared(study, comparison: dict) -> list[str]:
     x, against = comparison["x"], comparison["against"]
     groups = {arm: [read_run(folder(study, arm, seed), x, "eval/success") for seed in study.seeds] for arm in comparison["arms"]}
     end = min(run.x[-1] for runs in groups.values() for run in runs)
-    rows, _ = judge(groups, against[0], 0.0, end)
+    rows = judge(groups, against[0], 0.0, end)
     plot = f"{study.name}_{x}.png"
     draw(groups, rows, CompareArgs(runs=(), x=x), end, PLOTS)
     (PLOTS / "comparison.svg").unlink()
@@ -214,10 +214,11 @@ def written() -> str:
     text = ["# What replay and freshness buy on the small tasks", "",
             "Written by `python studies/report.py` from the runs in studies/data; the words above the tables come from the study "
             "files. Intervals are over seeds, 95 %, by Student's t; those of a gain pair the runs of a seed and are corrected for "
-            "nothing. **Bold** is a gain that `eval.py compare` calls better or worse: Welch's t-test, p < 0.05 after Holm's correction "
-            "over the arms of its column, and Mann-Whitney's U agrees (docs/runs.md). Learning rates are chosen, and arms judged first, by the mean height of the "
-            "held-out curve (area / width; each evaluation holds until the next one, so that the last has no weight); a final "
-            "score is a single evaluation, and a best one the largest of several, which flatters.", ""]
+            "nothing. **Bold** are gains and losses that `eval.py compare` would claim: Welch's t-test has p < 0.05 after Holm's "
+            "correction over the arms of the column, and Mann-Whitney's U agrees (docs/runs.md); neither test pairs the seeds. "
+            "Learning rates are chosen, and arms judged first, by the mean height of the held-out curve (area / width; each "
+            "evaluation holds until the next one, so that the last has no weight); a final score is a "
+            "single evaluation, and a best one the largest of several, which flatters.", ""]
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = read_study(path)
         if left_of(study) != ([], []):
