@@ -44,8 +44,7 @@ from rich.progress import Progress
 from engines import context_length_of, make_engine
 from envs import MissingData, load_env, make_env_factory, options_for, up_to
 from episode import PLAYED, episode_record, with_files
-from look.compare import bootstrap_interval
-from look.scores import report
+from look.scores import bootstrap_interval, report
 from policies import loaded, policy_folder
 from rollout import collect, guarded
 from runtime import ranks

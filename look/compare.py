@@ -1,21 +1,20 @@
 """Comparison of runs over their seeds: curves, tables, and whether there are enough seeds for a claim.
 
     python eval.py compare runs/fresh* runs/none*                       # held-out success over episodes
-    python eval.py compare runs/* --x seconds --target 0.8 --out comparison
-    python eval.py compare runs/* --y fresh/reward --statistic iqm
+    python eval.py compare runs/* --baseline runs/none_0 --x compute --mu 5
 
 Runs whose settings differ in nothing but the seed form a group. Between two evaluations a curve keeps its last value; nothing
 is extrapolated: a group's curve ends where its shortest seed ends, and groups are judged up to where the shortest run ends.
+All groups are compared with one of them, the baseline. Which test gives a verdict: `verdicts`, and docs/runs.md.
 """
 import csv
 import difflib
-import functools
 import json
 import string
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Callable, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
@@ -26,27 +25,34 @@ from runtime.files import fail, flat, read_yaml, whole_lines
 NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
                  "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
                  "shared_folder", "restart_samplers", "engine_options.parallel", "engine_options.memory",
-                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging: no part of the method, by all names
+                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging, by all their names
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
-X_AXES = {"episodes": ("episodes", "episodes"), "steps": ("step", "optimiser steps"), "tokens": ("tokens", "tokens"),
-          "seconds": ("time/iteration_s", "seconds"), "compute": ("cost/flops", "floating-point operations")}
+X_AXES = {  # metrics that are needed, and the unit
+    "episodes": (["episodes"], "episodes"), "steps": (["step"], "optimiser steps"), "tokens": (["tokens"], "tokens"),
+    "flops": (["cost/flops"], "floating-point operations"),
+    "seconds": (["time/iteration_s", "time/eval_s", "time/save_s"], "seconds without evaluation and saving"),
+    "compute": (["cost/episodes_trained", "cost/episodes_generated"], "episodes' training costs (B + mu R)")}
 LINES = ("-", "--", ":")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")  # Okabe and Ito, without yellow
-FEWEST_SEEDS = 5  # below, the bootstrap over seeds is too narrow to claim anything
+FEWEST_SEEDS = 5  # below, nothing is claimed: with 3 against 3 seeds Mann-Whitney's U cannot reach 0.05
+LEVEL = 0.05
 
 
 @dataclass
 class CompareArgs:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional]
     """Run folders. Those that differ in nothing but the seed form a group."""
-    x: Literal["episodes", "steps", "tokens", "seconds", "compute"] = "episodes"
-    """What the budget is counted in. seconds include evaluation."""
+    baseline: str | None = None
+    """Folder of a run whose group all others are compared with. None: the group of the first run."""
+    x: Literal["episodes", "steps", "tokens", "flops", "seconds", "compute"] = "episodes"
+    """What the budget is counted in. compute: B + mu R for B episodes trained on and R sampled; seconds: without evaluation and
+    saving."""
+    mu: float | None = None
+    """What sampling an episode costs over training on one, for --x compute: on another machine, say. None: by each run's clock."""
     y: str = "eval/success"
     """Metric of metrics.jsonl; larger is better."""
     target: float | None = None
     """Score to reach. None: the time to a score is not reported."""
-    statistic: Literal["mean", "iqm"] = "mean"
-    """Over the seeds: mean, or interquartile mean (without the lowest and the highest quarter; from 4 seeds on)."""
     out: str = "comparison"
     """Folder of comparison.png, .svg, .md and .csv, and of runs.csv."""
 
@@ -58,6 +64,7 @@ class Run:
     config: dict
     x: np.ndarray
     y: np.ndarray
+    mu: float | None = None  # that `x` was counted with, under --x compute
 
     def at(self, places) -> np.ndarray:
         """y at each place, none of which lies before the first x."""
@@ -84,40 +91,77 @@ class Run:
 # --------------------------------------------------------------------------------------------------------- statistics
 
 
-def interquartile_mean(values_NM: np.ndarray) -> np.ndarray:
-    """Mean over rows without the lowest and the highest quarter, floor(N/4) rows each (Agarwal et al. 2021).
+def middle(values_NM: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over rows and its 95 % interval by Student's t, low and high; they are nan where there is one row.
 
-    >>> float(interquartile_mean(np.array([0.0, 1.0, 2.0, 100.0])))
-    1.5
+    >>> print("%.3f %.3f %.3f" % middle(np.array([0.1, 0.2, 0.3])))  # 0.2 +- 4.303 * 0.1 / sqrt(3)
+    0.200 -0.048 0.448
     """
-    cut = len(values_NM) // 4
-    return np.sort(values_NM, axis=0)[cut:len(values_NM) - cut].mean(axis=0)
+    from scipy import stats  # takes a second
+    centre, count = values_NM.mean(axis=0), len(values_NM)
+    if count < 2:
+        return centre, centre * np.nan, centre * np.nan
+    reach = stats.t.ppf(0.975, count - 1) * values_NM.std(axis=0, ddof=1) / np.sqrt(count)
+    return centre, centre - reach, centre + reach
 
 
-mean = functools.partial(np.mean, axis=0)
-STATISTICS = {"mean": mean, "iqm": interquartile_mean}
+def holm(p_N: np.ndarray) -> np.ndarray:
+    """p-values corrected so that the chance of any false one below a level is at most that level (Holm 1979).
 
-
-def bootstrap_interval(*samples: np.ndarray, statistic: Callable = mean, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
-    """95 % percentile interval of `statistic(*samples)`, the rows of each sample drawn anew; nan where a sample has one row."""
-    rng = np.random.default_rng(2026)
-    values = np.array([statistic(*(rows[rng.integers(len(rows), size=len(rows))] for rows in samples)) for _ in range(draws)])
-    low, high = np.percentile(values, [2.5, 97.5], axis=0)
-    return (low, high) if min(map(len, samples)) > 1 else (low * np.nan, high * np.nan)
-
-
-def probability_of_improvement(a_N: np.ndarray, b_M: np.ndarray) -> float:
-    """Chance that a run of a beats a run of b, ties counted half (Agarwal et al. 2021; Mann-Whitney's U over NM).
-
-    >>> probability_of_improvement(np.array([1.0, 3.0]), np.array([2.0, 1.0]))  # (0.5 + 0 + 1 + 1) / 4
-    0.625
+    >>> holm(np.array([0.04, 0.01, 0.03])).round(3).tolist()  # 3 * 0.01, then 2 * 0.03, and the last is not below it
+    [0.06, 0.03, 0.06]
     """
-    difference_NM = a_N[:, None] - b_M[None]
-    return float(((difference_NM > 0) + 0.5 * (difference_NM == 0)).mean())
+    order = np.argsort(p_N)
+    scaled = p_N[order] * np.arange(len(p_N), 0, -1)
+    corrected = np.empty(len(p_N))
+    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1)
+    return corrected
 
 
-def read_run(path: Path, x: str, y: str) -> Run:
-    """Raises ValueError with the reason why the folder cannot be compared."""
+def verdicts(arms: list[np.ndarray], baseline_N: np.ndarray) -> list[tuple[int, str]]:
+    """What the scores of each arm's seeds allow to say against the baseline's: 1 (better), -1 (worse) or 0 (no claim), and why.
+
+    Better: Welch's t-test has p < 0.05, corrected over all the arms that have FEWEST_SEEDS, and Mann-Whitney's U, which one far
+    seed does not move, has p < 0.05, uncorrected, the same way. Neither pairs the seeds."""
+    from scipy import stats
+    told = [(0, f"{len(arm)} and {len(baseline_N)} seeds, a claim needs at least {FEWEST_SEEDS} each") for arm in arms]
+    tested = [place for place, arm in enumerate(arms) if min(len(arm), len(baseline_N)) >= FEWEST_SEEDS]
+    if not tested:
+        return told
+    moments = [[arms[place].mean(), arms[place].std(ddof=1), len(arms[place])] for place in tested]
+    welch = stats.ttest_ind_from_stats(*np.array(moments).T, baseline_N.mean(), baseline_N.std(ddof=1), len(baseline_N),
+                                       equal_var=False)
+    for place, t, p in zip(tested, welch.statistic, holm(np.nan_to_num(welch.pvalue, nan=1.0))):  # nan: all scores are equal
+        told[place] = (0, f"p {p:.2g}")
+        if p < LEVEL:
+            ranks = stats.mannwhitneyu(arms[place], baseline_N)
+            same_way = t * (ranks.statistic - len(arms[place]) * len(baseline_N) / 2) > 0
+            agrees = ranks.pvalue < LEVEL and same_way
+            told[place] = (int(np.sign(t)), f"p {p:.2g}") if agrees else (0, f"p {p:.2g}, but {ranks.pvalue:.2g} by ranks")
+    return told
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def budget(lines: list[dict], x: str, mu: float | None) -> np.ndarray:
+    """(lines,) what had been spent when each line was written. Raises ValueError where the metrics do not tell."""
+    keys, _ = X_AXES[x]
+    for key in keys:
+        if not all(isinstance(line.get(key), (int, float)) for line in lines):
+            raise ValueError(f"its metrics have no {key}, which --x {x} counts: older code did not log it. --x episodes needs less")
+    columns = [np.array([line[key] for line in lines], dtype=float) for key in keys]
+    if x == "seconds":
+        whole, evaluation, saving = columns
+        return np.cumsum(whole - evaluation - saving)
+    if x == "compute":
+        trained, generated = columns
+        return trained + mu * generated
+    return columns[0]  # logged as totals
+
+
+def read_run(path: Path, x: str, y: str, mu: float | None = None) -> Run:
+    """`mu`: see CompareArgs. Raises ValueError with the reason why the folder cannot be compared."""
     if not (path / "config.yaml").is_file():
         raise ValueError("not a run (no config.yaml)" if path.is_dir() else "no such folder")
     try:
@@ -130,18 +174,18 @@ def read_run(path: Path, x: str, y: str) -> Run:
     if not lines:
         raise ValueError("no metrics yet")
     keys = sorted({key for line in lines for key in line})
-    key, _ = X_AXES[x]
-    if not all(isinstance(line.get(key), (int, float)) for line in lines):
-        raise ValueError(f"its metrics have no {key}, which --x {x} counts")
-    places = np.array([line[key] for line in lines], dtype=float)
-    places = np.cumsum(places) if x == "seconds" else places  # the other axes are logged as totals
+    if x == "compute" and mu is None:  # one for all of the run, so that its first, slow iterations do not bend the axis
+        mu = lines[-1].get("time/mu")
+        if mu is None:
+            raise ValueError("its metrics have no time/mu, the price of sampling by its own clock: give --mu")
+    places = budget(lines, x, mu)
     points = [(place, line[y]) for place, line in zip(places, lines) if isinstance(line.get(y), (int, float))]
     if not points:
         near = difflib.get_close_matches(y, keys, n=1)
         raise ValueError(f"no {y} yet" if y in keys else f"no metric {y}" + (f"; did you mean {near[0]}?" if near else ""))
     start = lines[0].get(y.replace("eval/", "eval/start_")) if y.startswith("eval/") else None
     points = [(0.0, start)] * (start is not None) + points
-    return Run(path, flat(config), *np.array(points, dtype=float).T)
+    return Run(path, flat(config), *np.array(points, dtype=float).T, mu if x == "compute" else None)
 
 
 def task_of(config: dict) -> dict:
@@ -181,46 +225,50 @@ def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
     return groups, notes
 
 
+def baseline_of(groups: dict[str, list[Run]], folder: str | None) -> str:
+    """Label of the group that has the run in `folder`; None: the first label."""
+    for label, members in groups.items():
+        if folder is None or Path(folder) in [run.path for run in members]:
+            return label
+    return fail(f"--baseline {folder}: no run that is compared lies there; name one of the folders that are given")
+
+
 # ----------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(groups: dict[str, list[Run]], args: CompareArgs, start: float, end: float) -> tuple[list[dict], list[dict]]:
-    """A row a group and a row a pair of groups, judged between start and end."""
-    statistic, rows, finals = STATISTICS[args.statistic], [], []
+def with_ends(name: str, interval) -> dict[str, float]:
+    return dict(zip((name, f"{name}_low", f"{name}_high"), map(float, interval)))
+
+
+def judge(groups: dict[str, list[Run]], baseline: str, start: float, end: float, target: float | None = None) -> list[dict]:
+    """A row a group, judged between start and end and compared with the group labelled `baseline`."""
+    rows, finals, seeds = [], [], []
     for label, runs in groups.items():
-        scores = [run.scores(start, end, args.target) for run in runs]
+        runs = sorted(runs, key=lambda run: run.config["seed"])
+        scores = [run.scores(start, end, target) for run in runs]
         row = {"group": string.ascii_uppercase[len(rows)], "settings": label, "seeds": len(runs)}
         for name in ("final", "best", "area"):
-            values = np.array([score[name] for score in scores])
-            low, high = bootstrap_interval(values, statistic=statistic)
-            row |= {name: float(statistic(values)), f"{name}_low": float(low), f"{name}_high": float(high)}
-        if args.target is not None:
+            row |= with_ends(name, middle(np.array([score[name] for score in scores])))
+        if target is not None:
             times = [score["time_to_target"] for score in scores]
             row |= {"reached": int(np.isfinite(times).sum()), "time_to_target": float(np.median(times))}
         rows.append(row)
         finals.append(np.array([score["final"] for score in scores]))
-    pairs = []
-    for second in range(len(rows)):
-        for first in range(second):
-            a, b = rows[first], rows[second]
-            low, high = bootstrap_interval(finals[first], finals[second], statistic=probability_of_improvement)
-            pairs.append({"first": a["group"], "second": b["group"], "verdict": verdict(a, b, low, high),
-                          "saved": 1 - a["time_to_target"] / b["time_to_target"] if args.target is not None and
-                          np.isfinite([a["time_to_target"], b["time_to_target"]]).all() and b["time_to_target"] else np.nan,
-                          "probability": probability_of_improvement(finals[first], finals[second]),
-                          "probability_low": float(low), "probability_high": float(high)})
-    return rows, pairs
-
-
-def verdict(a: dict, b: dict, low: float, high: float) -> str:
-    """What the final scores of two groups allow to say; low and high bound the probability that the first is better."""
-    if min(a["seeds"], b["seeds"]) < FEWEST_SEEDS:
-        return f"no claim: {a['seeds']} and {b['seeds']} seeds, a claim needs at least {FEWEST_SEEDS} each"
-    if low <= 0.5 <= high:
-        return "no claim: the interval holds 0.5"
-    overlap = max(a["final_low"], b["final_low"]) <= min(a["final_high"], b["final_high"])
-    better = f"{(a if low > 0.5 else b)['group']} is better"
-    return better + (", though the intervals of the final scores overlap" if overlap else "")
+        seeds.append([run.config["seed"] for run in runs])
+    base = list(groups).index(baseline)
+    told = verdicts(finals[:base] + finals[base + 1:], finals[base])
+    told.insert(base, (0, "it is the baseline"))
+    for row, final_N, of_seeds, (sign, why) in zip(rows, finals, seeds, told):
+        gap = final_N.mean() - finals[base].mean(), np.nan, np.nan
+        row |= with_ends("difference", middle(final_N - finals[base]) if of_seeds == seeds[base] else gap)
+        above = np.sign(final_N[:, None] - finals[base][None])
+        row["probability"] = float(np.mean((above + 1) / 2))  # ties count half
+        better = row["group"] if sign > 0 else rows[base]["group"]
+        row["verdict"] = f"{better} is better ({why})" if sign else f"no claim: {why}"
+        if target is not None:  # only at a score that both reach, never from the cost of a step alone
+            mine, others = row["time_to_target"], rows[base]["time_to_target"]
+            row["saved"] = 1 - mine / others if np.isfinite([mine, others]).all() and others else np.nan
+    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
@@ -247,27 +295,22 @@ def with_interval(row: dict, name: str) -> str:
     return number(row[name]) + interval
 
 
-def markdown(rows: list[dict], pairs: list[dict], notes: list[str], args: CompareArgs, end: float) -> str:
+def markdown(rows: list[dict], baseline: str, notes: list[str], args: CompareArgs, end: float) -> str:
     unit = X_AXES[args.x][1]
-    head = ["", "settings", "seeds", f"{args.y} at {amount(end)} {unit}", "best", "area under the curve / width"]
-    head += [f"{unit} to {args.target:g} (median; reached)"] if args.target is not None else []
+    base = next(row["group"] for row in rows if row["settings"] == baseline)
+    head = ["", "settings", "seeds", f"{args.y} at {amount(end)} {unit}", "best", "area under the curve / width",
+            f"at the end, minus {base}", f"probability that a run ends above one of {base}", ""]
+    if args.target is not None:
+        head += [f"{unit} to {args.target:g} (median; reached)", f"saved of {base}'s"]
     table = [head, ["---"] * len(head)]
     for row in rows:
-        table.append([row["group"], row["settings"], str(row["seeds"])])
-        table[-1] += [with_interval(row, name) for name in ("final", "best", "area")]
+        intervals = [with_interval(row, name) for name in ("final", "best", "area", "difference")]
+        table.append([row["group"], row["settings"], str(row["seeds"]), *intervals, number(row["probability"]), row["verdict"]])
         if args.target is not None:
             table[-1].append(f"{amount(row['time_to_target'])}; {row['reached']} of {row['seeds']}")
-    kind = "interquartile means" if args.statistic == "iqm" else "means"
-    text = [f"# {args.y} over {unit}", "", f"{kind.capitalize()} over seeds, with 95 % bootstrap intervals.", ""]
+            table[-1].append(f"{row['saved']:.0%}" if np.isfinite(row["saved"]) else "n/a")
+    text = [f"# {args.y} over {unit}", "", "Means over seeds, with 95 % intervals by Student's t.", ""]
     text += ["| " + " | ".join(cells) + " |" for cells in table]
-    if pairs:
-        head = ["", "probability that a run of the first ends above one of the second", ""]
-        head += [f"{unit} that the first saves on the way to {args.target:g}"] if args.target is not None else []
-        text += [""] + ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head))]
-        for pair in pairs:  # saved only at a score that both reach, never from the cost of a step alone
-            saved = [f"{pair['saved']:.0%}" if np.isfinite(pair["saved"]) else "n/a"] if args.target is not None else []
-            text.append("| " + " | ".join([f"{pair['first']} over {pair['second']}", with_interval(pair, "probability"),
-                                           pair["verdict"], *saved]) + " |")
     return "\n".join([*text, "", *(f"- {note}" for note in notes), ""])
 
 
@@ -278,34 +321,21 @@ def write_csv(path: Path, rows: list[dict]):
         writer.writerows(rows)
 
 
-def spread(heights: list[float], gap: float) -> list[float]:
-    """Heights moved apart until neighbours are at least `gap` from each other, the order kept."""
-    order, placed = np.argsort(heights, kind="stable"), np.array(heights, dtype=float)
-    for _ in range(200):
-        for lower, upper in zip(order, order[1:]):
-            lack = gap - (placed[upper] - placed[lower])
-            if lack > 1e-9:
-                placed[lower], placed[upper] = placed[lower] - lack / 2, placed[upper] + lack / 2
-    return placed.tolist()
-
-
 def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end: float, out: Path):
     """comparison.png and .svg: curves with bands over the seeds and, beside them, the scores at the end that all share."""
     from matplotlib.figure import Figure  # takes longer than all else, and what is refused needs no picture
     from matplotlib.ticker import MaxNLocator
     figure = Figure(figsize=(11, max(4.6, 0.6 * len(rows))), layout="constrained")
     curves, finals = figure.subplots(1, 2, width_ratios=(2, 1))
-    statistic, ends = STATISTICS[args.statistic], []
     for place, (runs, row) in enumerate(zip(groups.values(), rows)):
         look = {"color": COLOURS[place % len(COLOURS)], "linestyle": LINES[place // len(COLOURS)]}
         first, last = max(run.x[0] for run in runs), min(run.x[-1] for run in runs)
         grid = np.unique([x for run in runs for x in run.x if first <= x <= last])
         values = np.array([run.at(grid) for run in runs])
-        curves.plot(grid, statistic(values), linewidth=2, drawstyle="steps-post", **look)
-        curves.plot(last, statistic(values)[-1], "o", color=look["color"], markersize=5)
-        ends.append((last, statistic(values)[-1], look["color"]))
+        centre, low, high = middle(values)
+        curves.plot(grid, centre, linewidth=2, drawstyle="steps-post", label=row["group"], **look)
+        curves.plot(last, centre[-1], "o", color=look["color"], markersize=5)
         if len(runs) > 1:
-            low, high = bootstrap_interval(values, statistic=statistic)
             curves.fill_between(grid, low, high, step="post", color=look["color"], alpha=0.15, linewidth=0)
             finals.plot([row["final_low"], row["final_high"]], [place, place], color=look["color"], linewidth=2.5)
         if 1 < len(runs) < FEWEST_SEEDS:
@@ -319,14 +349,11 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
     if args.target is not None:
         curves.axhline(args.target, color="grey", linewidth=0.8, linestyle="--")
         curves.text(curves.get_xlim()[0], args.target, f" target {args.target:g}", color="dimgrey", va="bottom", fontsize=9)
-    heights = spread([height for _, height, _ in ends], gap=0.045 * float(np.diff(curves.get_ylim())[0]))
-    for row, (x, _, color), height in zip(rows, ends, heights):
-        curves.annotate(row["group"], (x, height), (7, 0), textcoords="offset points", va="center", fontsize=10, color=color,
-                        fontweight="bold", bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
-    kind, unit = "Interquartile mean" if args.statistic == "iqm" else "Mean", X_AXES[args.x][1]
+    curves.legend(ncols=2)
+    unit = X_AXES[args.x][1]
     curves.set(xlabel=unit, ylabel=args.y)
     few = "; too few seeds for a claim" if min(row["seeds"] for row in rows) < FEWEST_SEEDS else ""
-    curves.set_title(f"{kind} over seeds, 95 % bootstrap band{few}", fontsize=10, loc="left")
+    curves.set_title(f"Mean over seeds, 95 % band by Student's t{few}", fontsize=10, loc="left")
     curves.xaxis.set_major_formatter(lambda value, _: amount(value))
     finals.set(xlabel=args.y, yticks=[], ylim=(max(len(rows), 4) - 0.5, -0.8))
     finals.xaxis.set_major_locator(MaxNLocator(5))
@@ -341,10 +368,12 @@ def draw(groups: dict[str, list[Run]], rows: list[dict], args: CompareArgs, end:
 
 def main(argv: list[str]):
     args = tyro.cli(CompareArgs, args=argv, prog="eval.py compare", description=__doc__)
+    if args.mu is not None and (args.x != "compute" or not args.mu > 0):
+        fail(f"--mu {args.mu:g} with --x {args.x}: --mu prices sampling under --x compute, and is above 0")
     runs, skipped = [], {}
     for path in dict.fromkeys(map(Path, args.runs)):
         try:
-            runs.append(read_run(path, args.x, args.y))
+            runs.append(read_run(path, args.x, args.y, args.mu))
         except ValueError as error:
             skipped.setdefault(str(error), []).append(str(path))
     notes = [f"skipped {', '.join(paths)}: {reason}" for reason, paths in skipped.items()]
@@ -355,21 +384,27 @@ def main(argv: list[str]):
             fail(f"{runs[0].path} ({words(task_of(runs[0].config))}) and {run.path} ({words(task_of(run.config))}) are runs of "
                  "different tasks and cannot be compared")
     groups, more = grouped(runs)
+    baseline = baseline_of(groups, args.baseline)
     runs = [run for members in groups.values() for run in members]
     latest, shortest = max(runs, key=lambda run: run.x[0]), min(runs, key=lambda run: run.x[-1])
     start, end = latest.x[0], shortest.x[-1]
     if start > end:
         fail(f"{shortest.path} ends at {amount(end)} {X_AXES[args.x][1]}, before {latest.path} starts at {amount(start)}")
-    rows, pairs = judge(groups, args, start, end)
+    rows = judge(groups, baseline, start, end, args.target)
     where = f", where the shortest run, {shortest.path}, ends" if any(run.x[-1] > end for run in runs) else ""
     notes += more + [f"judged up to {amount(end)} {X_AXES[args.x][1]}{where}; a curve keeps its value until its next point"]
     if min(row["seeds"] for row in rows) < FEWEST_SEEDS:
-        notes.append(f"fewer than {FEWEST_SEEDS} seeds: the intervals are too narrow, and no claim can be made")
-    if len(pairs) > 1:
-        notes.append(f"{len(pairs)} pairs: the intervals are not widened for the number of comparisons")
+        notes.append(f"fewer than {FEWEST_SEEDS} seeds: no claim can be made")
+    if len(rows) > 1:
+        notes.append("p is of Welch's t-test, after Holm's correction for all that are compared with the baseline (--baseline "
+                     "FOLDER); what is better is so by ranks too (Mann-Whitney's U); intervals of differences pair the runs of a seed")
+    if args.x == "compute":
+        prices = [run.mu for run in runs]
+        notes.append(f"mu {min(prices):.3g} to {max(prices):.3g} by the runs' own clocks; --mu prices sampling alike in all of them"
+                     if args.mu is None else f"sampling an episode is priced at {args.mu:g} times training on one, in all runs")
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown(rows, pairs, notes, args, end)
+    text = markdown(rows, baseline, notes, args, end)
     (out / "comparison.md").write_text(text)
     write_csv(out / "comparison.csv", rows)
     write_csv(out / "runs.csv", [

@@ -1,4 +1,13 @@
-"""The numbers of an evaluation, in words."""
+"""The numbers of an evaluation: their intervals, and in words."""
+import numpy as np
+
+
+def bootstrap_interval(rows_NM: np.ndarray, draws: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    """95 % percentile interval of the mean over N problems, drawn anew; too narrow for few (at 5 it holds 81 %), nan for one."""
+    rng = np.random.default_rng(2026)
+    means = np.array([rows_NM[rng.integers(len(rows_NM), size=len(rows_NM))].mean(axis=0) for _ in range(draws)])
+    low, high = np.percentile(means, [2.5, 97.5], axis=0)
+    return (low, high) if len(rows_NM) > 1 else (low * np.nan, high * np.nan)
 
 
 def report(result: dict) -> str:

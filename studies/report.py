@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from run import ROOT, Job, area, chosen_lr, left_of, main_jobs, read_study, sweep_jobs, twin  # noqa: E402
 
 from drift import DriftEstimator  # noqa: E402
-from look.compare import X_AXES, CompareArgs, amount, bootstrap_interval, draw, judge, number, read_run, with_interval  # noqa: E402
+from look.compare import (X_AXES, CompareArgs, amount, draw, judge, middle, number, read_run, verdicts,  # noqa: E402
+                          with_interval)
 from runtime.files import whole_lines
 
 PLOTS = ROOT / "studies" / "plots"
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t for 1 to 9 degrees of freedom
 AGE_BINS = (1, 3, 6, 12, 25, 50, 100)  # optimiser steps; the last bin is open
 
 
@@ -33,11 +33,20 @@ def folder(study, arm: str, seed: int) -> Path:
 def signed(values_N: np.ndarray) -> str:
     """Mean and 95 % t interval of differences over seeds.
 
-    >>> signed(np.array([0.1, 0.2, 0.3]))  # 0.2 +- 4.303 * 0.1 / sqrt(3)
+    >>> signed(np.array([0.1, 0.2, 0.3]))
     '+0.200 (-0.048 to +0.448)'
     """
-    reach = T_975[len(values_N) - 2] * values_N.std(ddof=1) / np.sqrt(len(values_N))
-    return f"{values_N.mean():+.3f} ({values_N.mean() - reach:+.3f} to {values_N.mean() + reach:+.3f})"
+    return "{:+.3f} ({:+.3f} to {:+.3f})".format(*middle(values_N))
+
+
+def gains(scores: dict[str, np.ndarray], baseline: str) -> dict[str, str]:
+    """Each arm's scores minus the baseline's, seed by seed; bold where `eval.py compare` would say which of the two is better."""
+    others = [arm for arm in scores if arm != baseline]
+    told = {baseline: ""}
+    for arm, (sign, _) in zip(others, verdicts([scores[arm] for arm in others], scores[baseline])):
+        gain = signed(scores[arm] - scores[baseline])
+        told[arm] = f"**{gain}**" if sign else gain
+    return told
 
 
 # ---------------------------------------------------------------------------------------------------------- tables
@@ -59,21 +68,20 @@ def compared(study, comparison: dict) -> list[str]:
     x, against = comparison["x"], comparison["against"]
     groups = {arm: [read_run(folder(study, arm, seed), x, "eval/success") for seed in study.seeds] for arm in comparison["arms"]}
     end = min(run.x[-1] for runs in groups.values() for run in runs)
-    rows, _ = judge(groups, CompareArgs(runs=(), x=x), 0.0, end)
+    rows = judge(groups, against[0], 0.0, end)
     plot = f"{study.name}_{x}.png"
     draw(groups, rows, CompareArgs(runs=(), x=x), end, PLOTS)
     (PLOTS / "comparison.svg").unlink()
     (PLOTS / "comparison.png").rename(PLOTS / plot)
     finals, areas = ({arm: np.array([value(run) for run in runs]) for arm, runs in groups.items()}
                      for value in (lambda run: run.at(end), lambda run: run.area(0.0, end)))
+    columns = [gains(finals, against[0]), *(gains(areas, other) for other in against)]
     lines = []
     for row in rows:
         arm, beside = row["settings"], "steps" if x == "episodes" else "episodes"
         spent = [read_run(run.path, beside, "eval/success").x[run.x <= end][-1] for run in groups[arm]]
-        gains = ["" if arm == other else signed(areas[arm] - areas[other]) for other in against]
-        gains.insert(0, "" if arm == against[0] else signed(finals[arm] - finals[against[0]]))
         lines.append([arm, f"{chosen_lr(study, arm):g}", amount(np.mean(spent)),
-                      *(with_interval(row, key) for key in ("final", "best", "area")), *gains])
+                      *(with_interval(row, key) for key in ("final", "best", "area")), *(column[arm] for column in columns)])
     return [f"**At {amount(end)} {X_AXES[x][1]}**", "",
             *table(["arm", "lr", X_AXES[beside][1], "final", "best", "area / width",
                     f"final minus {against[0]}", *(f"area minus {other}" for other in against)], lines),
@@ -128,7 +136,7 @@ def drift_of(study, arm: str, axes) -> list[str]:
                      f"{ages[inside].mean():.1f}"])
         for kl in kls.values():
             of_seeds = np.array([kl[inside & (seeds == seed)].mean() for seed in sorted(set(seeds[inside]))])
-            point = (ages[inside].mean(), of_seeds.mean(), *bootstrap_interval(of_seeds))
+            point = (ages[inside].mean(), *middle(of_seeds))
             rows[-1].append("{:.3f} ({:.3f} to {:.3f})".format(*point[1:]))
         points.append((*point, inside.sum()))
         rows[-1] += [f"{ratio[inside].mean():.3f}", f"{ratio[inside].sum()**2 / inside.sum() / (ratio[inside]**2).sum():.3f}"]
@@ -162,8 +170,8 @@ def drift(study) -> list[str]:
              for tau, arm in sorted(swept.items())}
     left.set(xlabel="age, optimiser steps", ylabel="KL(behaviour || current), nats an episode")
     left.legend()
-    middles, bands = zip(*((values.mean(), bootstrap_interval(values)) for values in areas.values()))
-    right.errorbar(range(len(areas)), middles, np.abs(np.array(bands).T - middles), fmt="o-", capsize=3)
+    means, lows, highs = np.array([middle(values) for values in areas.values()]).T
+    right.errorbar(range(len(areas)), means, (means - lows, highs - means), fmt="o-", capsize=3)
     right.set_xticks(range(len(areas)), ["inf (PER)" if tau == np.inf else f"{tau:g}" for tau in areas])
     right.set(xlabel="tau, optimiser steps", ylabel="mean height of the held-out curve")
     figure.savefig(PLOTS / f"{study.name}_drift.png", dpi=120)
@@ -205,10 +213,12 @@ def written() -> str:
     PLOTS.mkdir(exist_ok=True)
     text = ["# What replay and freshness buy on the small tasks", "",
             "Written by `python studies/report.py` from the runs in studies/data; the words above the tables come from the study "
-            "files. Intervals are over seeds, 95 %: bootstrap for a mean (somewhat too narrow for five seeds), Student's t for a "
-            "gain between runs of the same seed. Learning rates are chosen, and arms judged first, by the mean height of the "
-            "held-out curve (area / width; each evaluation holds until the next one, so that the last has no weight); a final "
-            "score is a single evaluation, and a best one the largest of several, which flatters.", ""]
+            "files. Intervals are over seeds, 95 %, by Student's t; those of a gain pair the runs of a seed and are corrected for "
+            "nothing. **Bold** are gains and losses that `eval.py compare` would claim: Welch's t-test has p < 0.05 after Holm's "
+            "correction over the arms of the column, and Mann-Whitney's U agrees (docs/runs.md); neither test pairs the seeds. "
+            "Learning rates are chosen, and arms judged first, by the mean height of the held-out curve (area / width; each "
+            "evaluation holds until the next one, so that the last has no weight); a final score is a "
+            "single evaluation, and a best one the largest of several, which flatters.", ""]
     for path in sorted((ROOT / "studies").glob("*.yaml")):
         study = read_study(path)
         if left_of(study) != ([], []):
