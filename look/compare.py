@@ -3,7 +3,7 @@
     python eval.py compare runs/fresh* runs/none*                       # held-out success over episodes
     python eval.py compare runs/* --baseline runs/none_0 --x compute --mu 5
 
-Runs whose settings differ in nothing but the seed form a group. Between two evaluations a curve keeps its last value; nothing
+Runs whose settings and code differ in nothing but the seed form a group. Between two evaluations a curve keeps its last value; nothing
 is extrapolated: a group's curve ends where its shortest seed ends, and groups are judged up to where the shortest run ends.
 All groups are compared with one of them, the baseline. Which test gives a verdict: `verdicts`, and docs/runs.md.
 """
@@ -22,10 +22,8 @@ import yaml
 
 from runtime.files import fail, flat, read_yaml, whole_lines
 
-NOT_A_SETTING = {"name", "seed", "runs_dir", "resume", "cache_dir", "wandb", "wandb_project", "transcripts", "checkpoint_every",
-                 "keep_checkpoints", "eval_every", "max_env_error_frac", "track", "quiet", "parallel_episodes", "engine_memory",
-                 "shared_folder", "restart_samplers", "engine_options.parallel", "engine_options.memory",
-                 "engine_options.shared_folder", "async_options.restarts"}  # places and logging, by all their names
+OPTIONS_TABLE = Path(__file__).parent.parent / "runtime" / "options.yaml"
+NOT_A_SETTING = set(read_yaml(OPTIONS_TABLE)["not_a_setting"])  # places and logging, by all their names
 TELLING = ("model", "algo", "loss", "problem_sampler", "replay", "replay_sampler", "tau")
 X_AXES = {  # metrics that are needed, and the unit
     "episodes": (["episodes"], "episodes"), "steps": (["step"], "optimiser steps"), "tokens": (["tokens"], "tokens"),
@@ -185,7 +183,14 @@ def read_run(path: Path, x: str, y: str, mu: float | None = None) -> Run:
         raise ValueError(f"no {y} yet" if y in keys else f"no metric {y}" + (f"; did you mean {near[0]}?" if near else ""))
     start = lines[0].get(y.replace("eval/", "eval/start_")) if y.startswith("eval/") else None
     points = [(0.0, start)] * (start is not None) + points
-    return Run(path, flat(config), *np.array(points, dtype=float).T, mu if x == "compute" else None)
+    return Run(path, flat(config) | code_of(path), *np.array(points, dtype=float).T, mu if x == "compute" else None)
+
+
+def code_of(path: Path) -> dict[str, str]:
+    """Digests of the files that decide what is learned, by "code FILE"; none of a run of older code."""
+    if not (path / "code.json").is_file():
+        return {}
+    return {f"code {name}": digest[:8] for name, digest in json.loads((path / "code.json").read_text()).items()}
 
 
 def task_of(config: dict) -> dict:
@@ -199,6 +204,9 @@ def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
     notes, groups = [], {}
     shared = set.intersection(*(set(run.config) for run in runs)) - NOT_A_SETTING
     lone = sorted({key for run in runs for key in run.config} - shared - NOT_A_SETTING)
+    if any(key.startswith("code ") for key in lone):
+        notes.append("some runs do not say which code, or which task's file, they are of: taken for the same as the others'")
+        lone = [key for key in lone if not key.startswith("code ")]
     if lone:
         notes.append(f"runs of different versions: {', '.join(lone)} stand in some configs only and were not compared")
 

@@ -151,6 +151,21 @@ def test_what_the_axes_count(tmp_path):
     assert run.x.tolist() == [10, 20, 30] and run.y.tolist() == [0.1, 0.2, 0.3]  # no value before the first iteration
 
 
+def test_runs_of_an_edited_line_are_another_group(tmp_path):
+    """Ablations here are edits: the same config and other seeds, but one line of losses.py is another."""
+    digests = {"buffer.py": "b" * 16, "losses.py": "1" * 16}
+    for seed in range(4):
+        folder = make_run(tmp_path / f"run{seed}", [0.2, 0.4], seed=seed)
+        (folder / "code.json").write_text(json.dumps(digests | {"losses.py": "2" * 16} if seed > 1 else digests))
+    groups, notes = grouped([read_run(tmp_path / f"run{seed}", "episodes", "eval/success") for seed in range(4)])
+    assert {label: [run.config["seed"] for run in runs] for label, runs in groups.items()} == {
+        "code losses.py 11111111": [0, 1], "code losses.py 22222222": [2, 3]}
+    assert not notes
+    (tmp_path / "run1" / "code.json").unlink()
+    groups, notes = grouped([read_run(tmp_path / f"run{seed}", "episodes", "eval/success") for seed in range(2)])
+    assert list(groups) == ["all runs"] and "do not say which code" in notes[0]
+
+
 def test_a_line_that_was_cut_is_dropped(tmp_path):
     folder = make_run(tmp_path / "a", [0.2, 0.5, 0.6])
     text = (folder / "metrics.jsonl").read_text()

@@ -14,7 +14,7 @@ from settings import Args, parse_args
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = {"list", "help", "x", "y", "mu", "alpha", "rho", "from", "out", "target", "problems", "temperature", "max_episodes",  # of eval.py
+OTHERS = {"list", "help", "x", "y", "mu", "alpha", "rho", "from", "out", "target", "baseline", "problems", "temperature", "max_episodes",  # of eval.py
           "config_file", "num_processes", "nproc_per_node", "cpu", "machine_rank",  # of launchers
           "main_process_ip", "main_process_port", "num_machines",
           "enable_lora", "max_lora_rank", "max_model_len", "max_num_batched_tokens", "no_enable_chunked_prefill",
