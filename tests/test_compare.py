@@ -159,7 +159,7 @@ def test_runs_of_an_edited_line_are_another_group(tmp_path):
         (folder / "code.json").write_text(json.dumps(digests | {"losses.py": "2" * 16} if seed > 1 else digests))
     groups, notes = grouped([read_run(tmp_path / f"run{seed}", "episodes", "eval/success") for seed in range(4)])
     assert {label: [run.config["seed"] for run in runs] for label, runs in groups.items()} == {
-        "code losses.py 11111111": [0, 1], "code losses.py 22222222": [2, 3]}
+        "code losses.py=11111111": [0, 1], "code losses.py=22222222": [2, 3]}
     assert not notes
     (tmp_path / "run1" / "code.json").unlink()
     groups, notes = grouped([read_run(tmp_path / f"run{seed}", "episodes", "eval/success") for seed in range(2)])
