@@ -17,7 +17,7 @@ from losses import objective_of
 from problems import MODES
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
-from runtime.options import (LIMITS, OLD_NAMES, OPTIONS, RELEASED, TABLES, config_of_run, fill, read_config, said_now, spelled,
+from runtime.options import (LIMITS, OPTIONS, RELEASED, TABLES, config_of_run, fill, option_named, read_config, spelled,
                              split_options)
 
 
@@ -215,17 +215,17 @@ def parse_args(argv: list[str], description: str = "") -> Args:
     for name in sorted(given & TRUNCATING):
         fail(f"--{name.replace('_', '-')} is not offered: it samples from a part of the vocabulary, and log-probs over the whole "
              "of it would then be wrong in every ratio; lower --temperature instead")
-    if old := sorted(given & set(OLD_NAMES)):
-        fail("; ".join(map(said_now, old)))
+    names = [each.name for each in fields(Args)]
+    for name in sorted(given - set(names)):
+        if option := option_named(name):
+            fail(f"{spelled(name)} is no flag: it is set by {option}")
     resumed = "resume" in given
     if resumed and words:
         fail(f"--resume takes its config from the run; leave out {words[0]}")
     config = config_of_run(flags) if resumed else Path(words[0]) if words else \
         Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
-    from_config, several = read_config(config, [each.name for each in fields(Args)], resumed)
+    from_config, several = read_config(config, names, resumed)
     flags, pairs = split_options(flags)
-    if ("--replay-advantage", "released") in zip(from_config + flags, (from_config + flags)[1:]):
-        fail("--replay-advantage released is now --released replay_advantage")
     try:
         args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=description)
     except SystemExit as stop:

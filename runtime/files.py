@@ -52,19 +52,18 @@ def write_whole(path: Path, text: str):
         raise
 
 
-def write_state(path: Path, state: dict):
-    """A state_dict as path.npz, its arrays, and path.json."""
+def write_state(folder: Path, state: dict):
+    """A state_dict as state.npz, its arrays, and state.json."""
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    np.savez(f"{path}.npz", **arrays)
-    Path(f"{path}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "state.npz", **arrays)
+    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
 
 
-def read_state(path: Path) -> dict:
-    """What `write_state` wrote. In older checkpoints the JSON of a buffer names the file of its arrays."""
-    state = json.loads(Path(f"{path}.json").read_text())
-    arrays = Path(state.get("arrays", f"{path.name}.npz")).name
-    with np.load(path.with_name(arrays), allow_pickle=False) as loaded:
-        return state | dict(loaded)
+def read_state(folder: Path) -> dict:
+    """What `write_state` wrote."""
+    with np.load(folder / "state.npz", allow_pickle=False) as arrays:
+        return json.loads((folder / "state.json").read_text()) | dict(arrays)
 
 
 def digest(path: Path) -> str:
@@ -74,7 +73,7 @@ def digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, checksums: bool = True):
-    """A temporary folder to write into. At the end it gets a manifest of sizes and checksums, is on the disk and becomes
+    """A temporary folder to write into. At the end it gets a manifest of checksums, is on the disk and becomes
     `folder`, in the place of an earlier one. Where anything goes wrong it is removed, and an earlier one stays."""
     temporary, replaced = temporary_of(folder), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -82,9 +81,9 @@ def whole_folder(folder: Path, checksums: bool = True):
     try:
         yield temporary
         if checksums:
-            paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-            files = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in paths}
-            (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
+            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            digests = {str(path.relative_to(temporary)): {"sha256": digest(path)} for path in files}
+            (temporary / "manifest.json").write_text(json.dumps(digests, indent=1))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
     except BaseException as error:
@@ -136,23 +135,13 @@ def recover(parent: Path):
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Those of format 1 have no checksums and are taken as they are."""
+    """What is wrong with a checkpoint, or None."""
     try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be read: {error}"
-    try:
-        files = json.loads((folder / "manifest.json").read_text())
-        for name, written in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != written["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {written['bytes']:,}"
-            if digest(path) != written["sha256"]:
+        for name, written in json.loads((folder / "manifest.json").read_text()).items():
+            if digest(folder / name) != written["sha256"]:
                 return f"the checksum of {name} is wrong"
-    except FileNotFoundError:
-        return "manifest.json is missing" if state.get("format", 1) > 1 else None
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its files cannot be checked against manifest.json: {error}"
     return None

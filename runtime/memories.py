@@ -9,7 +9,7 @@ from losses import ADVANTAGES, objective_of, zero_advantage_is_silent
 from problems import ProblemSampler
 from runtime import ranks
 from runtime.entries import require_same
-from runtime.files import read_state, write_state
+from runtime.files import read_state
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
 PRIORITIZED = ("per", "fresh")  # of --replay: these draw by priority
@@ -45,15 +45,9 @@ def make_buffer(args) -> ReplayBuffer:
         seed=ranks.seed(args.seed), **{name: args.replay_options[name] for name in names})
 
 
-def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
-    """Write buffer.json and buffer.npz into `folder`, which a checkpoint renames when it is whole."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_state(Path(folder) / "buffer", buffer.state_dict())
-
-
-def load_buffer(folder: str | Path) -> ReplayBuffer:
-    """The buffer that `save_buffer(buffer, folder)` wrote."""
-    state = read_state(Path(folder) / "buffer")
+def load_buffer(folder: Path) -> ReplayBuffer:
+    """The buffer whose state was written into `folder`."""
+    state = read_state(folder)
     buffer = ReplayBuffer(**state["config"])
     buffer.load_state_dict(state)
     return buffer
