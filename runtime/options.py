@@ -113,6 +113,7 @@ def split_options(words: list[str]) -> tuple[list[str], dict]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in SEVERAL:
         parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", nargs="*", action="extend", default=argparse.SUPPRESS)
+    parser.add_argument("--resume", nargs="?", const="", default=argparse.SUPPRESS)
     found, rest = parser.parse_known_args(words)
     several = vars(found)
     for flag in several.keys() & set(MAPPINGS):
@@ -156,10 +157,8 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
     return words, found
 
 
-def config_of_run(flags: list[str]) -> Path:
-    values = [flag.split("=", 1)[1] if "=" in flag else flags[place + 1] for place, flag in enumerate(flags)
-              if flag.split("=")[0] == "--resume" and ("=" in flag or place + 1 < len(flags))]
-    config = Path(values[0] if values else "") / "config.yaml"
+def config_of_run(run: str) -> Path:
+    config = Path(run) / "config.yaml"
     if not config.is_file():
         fail(f"--resume: {config} does not exist; give the folder of a run, such as runs/NAME")
     return config

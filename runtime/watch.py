@@ -118,11 +118,11 @@ class Watch:
             self.ratios(kind, updates)
         return self.new
 
-    def tell(self, kind: str, **numbers):
-        """Says a warning with its numbers, unless one of its kind was said: `kind` begins with its name in WARNINGS."""
-        if kind not in self.told:
-            self.told.append(kind)
-            self.new.append(WARNINGS[kind.split()[0]].format(args=self.args, **numbers))
+    def tell(self, what: str, **numbers):
+        """Says a warning with its numbers, unless one of its kind was said: `what` begins with its name in WARNINGS."""
+        if what not in self.told:
+            self.told.append(what)
+            self.new.append(WARNINGS[what.split()[0]].format(args=self.args, **numbers))
 
     def answers(self, infos: list[dict]):
         turns, failed, cut = (sum(info[key] for info in infos) for key in ("turns", "parse_failures", "length_stops"))

@@ -145,13 +145,13 @@ def test_help_names_every_task(capsys):
     ("env_options: {size: [8]}", ["env_options", "mapping"]),
     ("env_options: {sizes: 8}", ["sizes", "size"]),
     ("top_p: 0.9", ["top_p"]),
-    ("eps_high: 0.3\nage_unit: iteration", ["--loss-options eps_high", "--released age_in_iterations"]),
+    ("eps_high: 0.3\nage_unit: iteration", ["eps_high", "--loss-options eps_high"]),
     ("loss_options: 0.3", ["loss_options", "mapping"]),
     ("loss_options: {eps_hihg: 0.3}", ["eps_hihg", "did you mean eps_high"]),
     ("released: lr_steps", ["released", "list"]),
     ("released: [lr_step]", ["lr_step", "lr_steps"]),
     ("resume: runs/x", ["resume", "--resume"]),
-    ("eps_high: 0.28", ["eps_high", "--loss-options eps_high"]),
+]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
@@ -201,7 +201,7 @@ def test_replay_none_over_a_config_with_updates_means_none_and_says_so(tmp_path,
     assert parse_args([str(tmp_path / "x.yaml"), "--replay", "none"]).replay_updates == 0
     assert "no replay updates" in capsys.readouterr().out
     (tmp_path / "y.yaml").write_text("replay: none\n")
-    assert "replay: none" in refused(capsys, tmp_path / "y.yaml", "--replay-updates", 2)
+    assert "--replay none" in refused(capsys, tmp_path / "y.yaml", "--replay-updates", 2)
 
 
 def test_help_explains_every_flag():
