@@ -151,7 +151,6 @@ def test_help_names_every_task(capsys):
     ("released: lr_steps", ["released", "list"]),
     ("released: [lr_step]", ["lr_step", "lr_steps"]),
     ("resume: runs/x", ["resume", "--resume"]),
-]),
 ])
 def test_a_wrong_config_is_refused(capsys, tmp_path, text, words):
     (tmp_path / "x.yaml").write_text(text)
