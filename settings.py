@@ -17,7 +17,7 @@ from losses import objective_of
 from problems import MODES
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
-from runtime.options import (LIMITS, OPTIONS, RELEASED, TABLES, config_of_run, fill, option_named, read_config, spelled,
+from runtime.options import (LIMITS, OPTIONS, RELEASED, TABLES, fill, option_named, read_config, spelled,
                              split_options)
 
 
@@ -225,7 +225,7 @@ def parse_args(argv: list[str], description: str = "") -> Args:
     flags, pairs = split_options(flags)
     usual = Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
     run = pairs.pop("resume", None)
-    config = config_of_run(run) if resumed else Path(words[0]) if words else usual
+    config = Path(run) / "config.yaml" if resumed else Path(words[0]) if words else usual
     from_config, several = read_config(config, names, resumed)
     try:
         args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=description)
@@ -286,8 +286,6 @@ def check_values(args: Args):
                 fail(f"{spelled(name)} {text!r} holds a control character or half of a character")
     if args.name is not None and not args.resume and not NAME.fullmatch(args.name):
         fail(f"--name {args.name!r} must be at most 120 letters of a to z, digits and _.+=@,- (the first a letter, digit or _)")
-    if args.alpha == 0:
-        fail("--alpha 0 would draw uniformly: say so with --replay uniform")
     for limits, names in TABLES["limits"].items():
         for name in names:
             value, may_be_infinite = getattr(args, name), name in TABLES["may_be_infinite"]
@@ -375,8 +373,6 @@ def check_updates(args: Args, given: set[str]):
         fail("--released lr_steps plans for no step at all with --fresh-update False: drop it")
     if args.minibatches > args.problems_per_iteration:
         fail(f"{told(args, 'minibatches')} is larger than {told(args, 'problems_per_iteration')}")
-    if args.problems_per_iteration > (args.train_problems or math.inf):
-        fail(f"{told(args, 'problems_per_iteration')} is larger than {told(args, 'train_problems')}")
 
 
 def check_objective(args: Args):

@@ -8,7 +8,6 @@ from buffer import ReplayBuffer
 from losses import ADVANTAGES, objective_of, zero_advantage_is_silent
 from problems import ProblemSampler
 from runtime import ranks
-from runtime.entries import require_same
 from runtime.files import read_state
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
@@ -59,7 +58,6 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     """
     groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
     for shard in shards:
-        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau"))
         for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
             groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
     dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
@@ -72,13 +70,8 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     for name in buffer.columns.keys() - {"id"}:
         getattr(buffer, name)[slots] = [getattr(shard, name)[slot] for shard, slot in mine]
     buffer.newest_birthday = max(shard.newest_birthday for shard in shards)
-    own = [{"added": len(entries), "drawn": sum(int(shard.uses[slot]) for shard, slot in entries),
-            "first_uses": sum(int(shard.uses[slot] > 0) for shard, slot in entries)} for entries in dealt]
     for name in buffer.counts:
-        total = sum(shard.counts[name] for shard in shards)
-        others = sum(counts.get(name, 0) for counts in own[1:])
-        buffer.counts[name] = total - others if part == 0 else own[part].get(name, 0)
-    buffer.counts["draws"] = max(shard.counts["draws"] for shard in shards)  # each draw was one of every shard
+        buffer.counts[name] = sum(shard.counts[name] for shard in shards) if part == 0 else 0
     buffer.set_tau(shards[0].tau)
     step = max([buffer.newest_birthday, *buffer.last_use.tolist()])  # the last that it knows of
     buffer.retire(buffer._beyond_capacity(step), "evicted")

@@ -157,13 +157,6 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
     return words, found
 
 
-def config_of_run(run: str) -> Path:
-    config = Path(run) / "config.yaml"
-    if not config.is_file():
-        fail(f"--resume: {config} does not exist; give the folder of a run, such as runs/NAME")
-    return config
-
-
 def fill(args, config: dict, told: dict, given: set[str]):
     """Gives `args` the flags that take several words: from the command line, and options that it leaves from the config."""
     loss = args.loss or losses.ALGORITHMS[args.algo].loss

@@ -243,7 +243,9 @@ def resumed(run: Run, checkpoint: Path) -> dict:
     for name in COUNTERS:
         setattr(run, name, saved[name])
     run.ledger.totals.update(saved["ledger"])
-    if run.iteration >= run.args.iterations and (finished(run) or run.last is None):
+    summary = run.folder / "summary.json"  # not there where the run was killed after its last checkpoint
+    done = summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
+    if run.iteration >= run.args.iterations and (done or run.last is None):
         fail(f"{run.folder} has done its {run.iteration} iterations; raise --iterations to go on")
     print(f"resuming {run.folder} from {checkpoint.name}, iteration {run.iteration}; learning rate and beta now follow a plan "
           f"of {run.args.iterations} iterations")
@@ -253,12 +255,6 @@ def resumed(run: Run, checkpoint: Path) -> dict:
 def memories_of(run: Run) -> dict:
     """What has a state of its own, by its name in checkpoints."""
     return {name: getattr(run, name) for name in MEMORIES if getattr(run, name) is not None}
-
-
-def finished(run: Run) -> bool:
-    """Whether the run's end was written; not where it was killed after its last checkpoint."""
-    summary = run.folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
 
 
 def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callable):

@@ -79,7 +79,7 @@ def refused(capsys, *flags):
     (["configs/no_such.yaml"], ["configs/no_such.yaml"]),
     (["--resume", "runs/none_such"], ["runs/none_such"]),
     (["--replay", "uniform", "--tau", "auto"], ["--tau auto", "uniform"]),
-    (["--alpha", "0"], ["--alpha 0", "--replay uniform"]),
+    (["--alpha", "0"], ["--alpha 0", "above 0"]),
     (["--replay", "per", "--priority", "uniform"], ["--replay per", "--replay uniform"]),
     (["--eps-high", "0.3"], ["--eps-high", "--loss-options eps_high"]),
     (["--lr-steps", "fresh"], ["--lr-steps", "--released lr_steps"]),
