@@ -3,7 +3,6 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -264,7 +263,7 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
         checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
     metrics["nonfinite"] = int(bool(metrics["bad"]) or not all(map(math.isfinite, checked)))
     if metrics["nonfinite"]:
-        metrics["where"] = where_not_finite(learner, metrics, partial(score, learner.policy, episodes, learner))
+        metrics["where"] = where_not_finite(learner, metrics)
     fine = not metrics["nonfinite"] and (trained or "step_without_signal" in args.released)
     warming = learner.critic is not None and steps_of(learner.critic_optimizer) < args.critic_warmup
     metrics["steps"] = int(fine and not warming)

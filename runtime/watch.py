@@ -1,7 +1,5 @@
 """What may be going wrong in a run: where a number stops being finite, and what is worth a warning, with the flag that helps."""
-import contextlib
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,26 +51,9 @@ def require_finite(name: str, tensor, episodes, *models):
                         "--max-grad-norm often helps")
 
 
-@torch.no_grad()
-def first_bad_module(model, forward) -> str | None:
-    """Name of the first module whose output is not finite while `forward()` runs, or None."""
-    found = []
-
-    def look(module, inputs, output, name):
-        parts = output if isinstance(output, (tuple, list)) else [output]
-        if not found and any(torch.is_tensor(part) and not bool(part.isfinite().all()) for part in parts):
-            found.append(f"{name or 'the whole model'} ({type(module).__name__})")
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(partial(look, name=name)))
-        forward()
-    return found[0] if found else None
-
-
-def where_not_finite(learner, metrics: dict, forward) -> str:
+def where_not_finite(learner, metrics: dict) -> str:
     """Where an update stopped being finite, the first place in the order of the computation: weights, what the step was given,
-    modules, log-probs, loss, gradients. `forward()` computes the log-probs of its episodes again."""
+    log-probs, loss, gradients."""
     if ranks.sharded():  # each process sees a part: no place that all of them agree on
         return "; ".join(metrics["bad"][:2]) or "the loss or a gradient"
     models = {"policy": learner.policy} | ({"critic": learner.critic} if learner.critic is not None else {})
@@ -80,8 +61,7 @@ def where_not_finite(learner, metrics: dict, forward) -> str:
         if found := bad_weights(model, name):
             return found
     if metrics["bad"]:
-        module = first_bad_module(learner.policy, forward) if metrics["bad"][0].startswith("log-probs") else None
-        return "; ".join(([f"output of {module}"] if module else []) + metrics["bad"][:2])
+        return "; ".join(metrics["bad"][:2])
     for name in ("loss", "value_loss"):
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name.replace('_', ' ')} ({learner.objective.loss}), of finite log-probs and advantages"

@@ -182,8 +182,10 @@ def test_tokens_that_new_weights_read_again_are_counted(played):
         assert message["reread"] == 6 * {0: 0, 1: first, 2: second, 3: first + second}[turns]
     ledger = Ledger({}, parameters=1)
     ledger.generated(episodes)
+    ledger.settle()
     before = ledger.totals["tokens_read"]
     ledger.generated([], 17)
+    ledger.settle()
     assert ledger.totals["tokens_read"] == before + 17
 
 
