@@ -45,11 +45,6 @@ class GlobalRandomness:
         torch.cuda.set_rng_state_all(devices[:torch.cuda.device_count()])
 
 
-def changed(saved: dict, now: dict) -> dict[str, tuple]:
-    """{name: (saved, now)} of what both have and differs."""
-    return {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys()) if saved[name] != now[name]}
-
-
 def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | None:
     """The newest sound checkpoint, None if there is none. Says which settings changed since; exits with 2 where they must not."""
     recover(run / "checkpoints")
@@ -64,14 +59,14 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
     state = json.loads((checkpoint / "state.json").read_text())
     if state["format"] != FORMAT:
         fail(f"{checkpoint} has format {state['format']} and this code reads {FORMAT}: go on with the version that wrote it")
-    for name, (before, now) in changed(flat(state["args"]), flat(args)).items():
-        flag = spelled(name)
-        if name == "resume":
+    saved, now = flat(state["args"]), flat(args)
+    for name in sorted(saved.keys() & now.keys() - {"resume"}):
+        if saved[name] == now[name]:
             continue
         if name not in may_change:
-            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: leave it out, set it "
-                 f"back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
-        print(f"changed on resume: {flag} {before} -> {now}")
+            fail(f"{spelled(name)} was {saved[name]} when {checkpoint} was written and cannot become {now[name]} on resume: leave it "
+                 f"out, set it back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change))}")
+        print(f"changed on resume: {spelled(name)} {saved[name]} -> {now[name]}")
     return checkpoint
 
 

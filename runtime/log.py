@@ -22,7 +22,7 @@ from rich.table import Table
 from episode import rounded, with_files
 from losses import LOSSES, clip_range
 from runtime import ranks
-from runtime.files import finite_or_none, parsed, temporary_of, write_whole
+from runtime.files import finite_or_none, whole_lines, write_whole
 
 LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
 
@@ -80,12 +80,7 @@ class Clock:
 
 def cut(path: Path, done: int):
     """Leaves a .jsonl with the whole lines of the first `done` iterations: the others were written after the checkpoint."""
-    with open(path, "rb") as lines, open(temporary_of(path), "wb") as kept:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when the run was killed
-                if line.endswith(b"\n") and parsed(line)["iteration"] <= done:
-                    kept.write(line)
-    os.replace(temporary_of(path), path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in whole_lines(path) if line["iteration"] <= done))
 
 
 def clipped_share(objective, log_ratio_N) -> float | None:

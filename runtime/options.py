@@ -26,7 +26,7 @@ WORDS = {"eviction": EVICTIONS, "draw": DRAWS, "aggregation": losses.AGGREGATION
          "kl_kind": losses.KLS, "replay_kl_kind": losses.KLS}
 LIMITS = {"above 0": lambda value: value > 0, "at least 0": lambda value: value >= 0,
           "between 0 and 1": lambda value: 0 <= value <= 1}
-MAY_CHANGE_ON_RESUME = {"resume", *TABLES["may_change_on_resume"]}
+MAY_CHANGE_ON_RESUME = set(TABLES["may_change_on_resume"])
 RELEASED = ("replay_advantage", "lr_steps", "step_without_signal", "is_includes_age", "insert_max", "age_in_iterations")
 
 
