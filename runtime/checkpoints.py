@@ -64,8 +64,8 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
         if saved[name] == now[name]:
             continue
         if name not in may_change:
-            fail(f"{spelled(name)} was {saved[name]} when {checkpoint} was written and cannot become {now[name]} on resume: leave it "
-                 f"out, set it back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change))}")
+            fail(f"{spelled(name)} was {saved[name]} when {checkpoint} was written and cannot become {now[name]} on resume: leave "
+                 f"it out, set it back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change))}")
         print(f"changed on resume: {spelled(name)} {saved[name]} -> {now[name]}")
     return checkpoint
 
