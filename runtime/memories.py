@@ -70,8 +70,12 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     for name in buffer.columns.keys() - {"id"}:
         getattr(buffer, name)[slots] = [getattr(shard, name)[slot] for shard, slot in mine]
     buffer.newest_birthday = max(shard.newest_birthday for shard in shards)
+    own = [{"added": len(entries), "drawn": sum(int(shard.uses[slot]) for shard, slot in entries),
+            "first_uses": sum(int(shard.uses[slot] > 0) for shard, slot in entries)} for entries in dealt]
     for name in buffer.counts:
-        buffer.counts[name] = sum(shard.counts[name] for shard in shards) if part == 0 else 0
+        total = sum(shard.counts[name] for shard in shards)
+        others = sum(counts.get(name, 0) for counts in own[1:])
+        buffer.counts[name] = total - others if part == 0 else own[part].get(name, 0)
     buffer.set_tau(shards[0].tau)
     step = max([buffer.newest_birthday, *buffer.last_use.tolist()])  # the last that it knows of
     buffer.retire(buffer._beyond_capacity(step), "evicted")
