@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 
 from episode import Episode, one_of, require
-from runtime.entries import NONE, Entries, checked_birthdays, checked_priorities, log, means_of_repeats, rows_by_group
+from runtime.entries import NONE, Entries, checked_birthdays, checked_priorities, log, means_of_repeats, require_same, rows_by_group
 
 # Beside what `Entries` has: what a free slot holds. log_base is in force; real_log_base differs until a "max" is drawn.
 COLUMNS = {"log_base": -math.inf, "real_log_base": -math.inf, "correct": False}
@@ -383,6 +383,7 @@ class ReplayBuffer(Entries):
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from the `state_dict()` of a buffer with the same arguments; tau becomes the saved one."""
+        require_same(state["config"], self.config, but=("tau", "seed"))
         self.__init__(**self.config)
         super().load_state_dict(state)
         self.tau, self.rng.bit_generator.state = state["tau"], state["rng"]

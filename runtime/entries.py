@@ -163,6 +163,11 @@ class Entries:
         self.free, self.counts = state["free"].tolist(), dict(state["counts"])
 
 
+def require_same(saved: dict, now: dict, but: tuple[str, ...]) -> None:
+    for name in now.keys() - set(but):
+        require(saved[name] == now[name], f"the saved buffer has {name}={saved[name]!r}, this one {name}={now[name]!r}")
+
+
 def checked_birthdays(birthdays, n: int, step: int) -> np.ndarray:
     birthdays = np.asarray(birthdays)
     require(birthdays.shape == (n,), f"birthdays has shape {birthdays.shape}, not ({n},)")

@@ -80,6 +80,7 @@ class Watch:
     def __init__(self, args):
         self.args, self.told, self.norms, self.entropy = args, [], {"fresh": [], "replay": []}, None
         self.dropped = []  # [too old, all] episodes of the last iterations
+        self.new = []  # what was said of this iteration
 
     def state_dict(self) -> dict:
         return {"told": self.told, "norms": self.norms, "entropy": self.entropy, "dropped": self.dropped}

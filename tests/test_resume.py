@@ -619,12 +619,15 @@ def test_a_sound_run_is_told_nothing(whole):
 def test_the_median_of_a_spike_is_of_updates_before_it():
     look = watch.Watch(Args())
     usual = {"grad_norm": 1.0, "tokens_trained": 5}
-    assert not look.gradient("fresh", [usual] * 9 + [usual | {"grad_norm": 1000.0}])  # too few to know what is usual
-    assert look.norms["fresh"][-1] == 1000.0
-    assert not look.gradient("fresh", [usual] * 60) and len(look.norms["fresh"]) == watch.SPIKE_HISTORY
-    assert not look.gradient("fresh", [usual | {"grad_norm": watch.SPIKE}])
-    assert list(look.gradient("fresh", [usual | {"grad_norm": 1.01 * watch.SPIKE}])) == ["spike fresh"]
-    assert not look.gradient("replay", [usual | {"grad_norm": 1000.0}])
+    look.gradient("fresh", [usual] * 9 + [usual | {"grad_norm": 1000.0}])  # too few to know what is usual
+    assert not look.told and look.norms["fresh"][-1] == 1000.0
+    look.gradient("fresh", [usual] * 60)
+    assert not look.told and len(look.norms["fresh"]) == watch.SPIKE_HISTORY
+    look.gradient("fresh", [usual | {"grad_norm": watch.SPIKE}])
+    assert not look.told
+    look.gradient("fresh", [usual | {"grad_norm": 1.01 * watch.SPIKE}])
+    look.gradient("replay", [usual | {"grad_norm": 1000.0}])
+    assert look.told == ["spike fresh"]
     again = watch.Watch(Args())
     again.load_state_dict(json.loads(json.dumps(look.state_dict())))
     assert again.state_dict() == look.state_dict()
