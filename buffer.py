@@ -383,8 +383,7 @@ class ReplayBuffer(Entries):
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from the `state_dict()` of a buffer with the same arguments; tau becomes the saved one."""
-        saved = {"age_law": "exponential"} | state["config"]  # the only one before it was an argument
-        require_same(saved, self.config, but=("tau", "seed"))
+        require_same(state["config"], self.config, but=("tau", "seed"))
         self.__init__(**self.config)
         super().load_state_dict(state)
         self.tau, self.rng.bit_generator.state = state["tau"], state["rng"]

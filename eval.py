@@ -51,7 +51,6 @@ from runtime import ranks
 from runtime.checkpoints import fingerprint
 from runtime.files import digest, fail, find, finite_or_none, read_yaml, task_files, whole_lines, write_whole
 from runtime.metrics import task_averages
-from runtime.options import with_new_names
 from settings import Args, other_defaults
 
 LISTED = f"The sub-commands are {', '.join(SUBCOMMANDS)}; see --help"
@@ -200,12 +199,9 @@ def settings(arguments: EvalArgs, run: Path | None):
         config = read_yaml(run / "config.yaml") if run else {}
     except (yaml.YAMLError, ValueError) as error:
         fail(f"{run / 'config.yaml'} cannot be read: {' '.join(str(error).split())}")
-    if "board_size" in config:  # runs from before there were other tasks
-        config["env_options"] = {"size": config["board_size"], "slippery": config["slippery"], "prompt": "tiny"}
     if not (arguments.env or config):
         what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
         fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")
-    config = with_new_names(config)
     options = config.get("env_options", {}) if arguments.env in (None, config.get("env")) else {}
     names = {each.name for each in fields(Args)}
     given = {name: value for name, value in vars(arguments).items() if name in names and value is not None}

@@ -17,7 +17,7 @@ from losses import objective_of
 from problems import MODES
 from runtime.files import fail, flat
 from runtime.memories import PRIORITIZED, make_buffer
-from runtime.options import (LIMITS, OLD_NAMES, OPTIONS, RELEASED, TABLES, config_of_run, fill, read_config, said_now, spelled,
+from runtime.options import (LIMITS, OPTIONS, RELEASED, TABLES, fill, option_named, read_config, spelled,
                              split_options)
 
 
@@ -219,23 +219,25 @@ def parse_args(argv: list[str], description: str = "") -> Args:
     for name in sorted(given & TRUNCATING):
         fail(f"--{name.replace('_', '-')} is not offered: it samples from a part of the vocabulary, and log-probs over the whole "
              "of it would then be wrong in every ratio; lower --temperature instead")
-    if old := sorted(given & set(OLD_NAMES)):
-        fail("; ".join(map(said_now, old)))
+    names = [each.name for each in fields(Args)]
+    for name in sorted(given - set(names)):
+        if option := option_named(name):
+            fail(f"{spelled(name)} is no flag: it is set by {option}")
     resumed = "resume" in given
     if resumed and words:
         fail(f"--resume takes its config from the run; leave out {words[0]}")
-    config = config_of_run(flags) if resumed else Path(words[0]) if words else \
-        Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
-    from_config, several = read_config(config, [each.name for each in fields(Args)], resumed)
     flags, pairs = split_options(flags)
-    if ("--replay-advantage", "released") in zip(from_config + flags, (from_config + flags)[1:]):
-        fail("--replay-advantage released is now --released replay_advantage")
+    usual = Path(__file__).parent / "configs" / "frozenlake_tiny.yaml"
+    run = pairs.pop("resume", None)
+    config = Path(run) / "config.yaml" if resumed else Path(words[0]) if words else usual
+    from_config, several = read_config(config, names, resumed)
     try:
         args = tyro.cli(Args, args=from_config + flags, config=(tyro.conf.FlagConversionOff,), description=description)
     except SystemExit as stop:
         if stop.code and from_config:
             print(f"(flags come from {config}, then from the command line)", file=sys.stderr)
         raise
+    args.resume = run
     fill(args, several, pairs, given)
     in_config = {token[2:].replace("-", "_") for token in from_config if token.startswith("--")} | set(flat(several))
     given = given - set(pairs) | set(flat(pairs))
@@ -254,11 +256,6 @@ def other_defaults(model: str) -> dict:
 
 def told(args: Args, name: str) -> str:
     return f"{spelled(name)} {flat(vars(args))[name]}"
-
-
-def together(given: set[str], in_config: set[str], *names) -> bool:
-    """Whether all are from the command line, or all from the config with none replaced there."""
-    return set(names) <= given or (set(names) <= in_config and not set(names) & given)
 
 
 def checked(args: Args, given: set[str], in_config: set[str], config_name: str | None) -> Args:
@@ -293,8 +290,6 @@ def check_values(args: Args):
                 fail(f"{spelled(name)} {text!r} holds a control character or half of a character")
     if args.name is not None and not args.resume and not NAME.fullmatch(args.name):
         fail(f"--name {args.name!r} must be at most 120 letters of a to z, digits and _.+=@,- (the first a letter, digit or _)")
-    if args.alpha == 0:
-        fail("--alpha 0 would draw uniformly: say so with --replay uniform")
     for limits, names in TABLES["limits"].items():
         for name in names:
             value, may_be_infinite = getattr(args, name), name in TABLES["may_be_infinite"]
@@ -333,10 +328,6 @@ def check_sampling(args: Args, given: set[str]):
             fail(f"{told(args, f'async_options.{name}')} is for --async-rollouts, which is 0")
     if beside["lockstep"] and "async_options.queue" in given:
         fail(f"{told(args, 'async_options.queue')} contradicts lockstep, where no batch is ahead of the trainer")
-    for name, value in (("fresh_update", args.fresh_update), ("async_options.lockstep", beside["lockstep"])):
-        if beside["fixed_ratio"] and "async_options.fixed_ratio" in given and value:
-            fail(f"--async-options fixed_ratio True with {told(args, name)} changes nothing, as an iteration takes one batch anyway: "
-                 f"drop it, or set {spelled(name)} False")
     if args.async_rollouts and args.engine_options["lora_sync"] == "adapter":
         fail(f"--engine-options lora_sync adapter with {told(args, 'async_rollouts')}: these samplers get merged weights; use merge")
     if "," in args.engine and args.engine.count(",") + 1 != args.async_rollouts or \
@@ -350,11 +341,10 @@ def check_sampling(args: Args, given: set[str]):
 
 def check_replay(args: Args, given: set[str], in_config: set[str]):
     """--replay against what goes with it; sets the updates of none and the tau of per."""
+    kept = given if "replay" in given else given | in_config  # what a --replay on the command line does not replace
     if args.replay == "none":
-        if args.replay_updates and together(given, in_config, "replay", "replay_updates"):
+        if args.replay_updates and "replay_updates" in kept:
             fail(f"--replay none and {told(args, 'replay_updates')} contradict each other: choose --replay fresh, or drop the latter")
-        if args.replay_updates and "replay_updates" in given:
-            fail(f"{told(args, 'replay_updates')} needs a buffer, but the config says replay: none; add --replay fresh")
         if args.replay_updates and not args.quiet:
             print("--replay none: no buffer and no replay updates")
         args.replay_updates = 0
@@ -364,7 +354,7 @@ def check_replay(args: Args, given: set[str], in_config: set[str]):
         if args.replay == "fresh" and args.tau == math.inf and "tau" in in_config - given:
             fail("--replay fresh would not decay, since the config says tau: inf; add --tau 30")
     if args.replay == "per":
-        if args.tau != math.inf and (together(given, in_config, "replay", "tau") or "tau" in given):
+        if args.tau != math.inf and "tau" in kept:
             fail(f"--replay per has no age decay, so {told(args, 'tau')} contradicts it: use --replay fresh")
         args.tau = math.inf
     if args.tau == "auto" and args.replay not in PRIORITIZED:
@@ -387,8 +377,6 @@ def check_updates(args: Args, given: set[str]):
         fail("--released lr_steps plans for no step at all with --fresh-update False: drop it")
     if args.minibatches > args.problems_per_iteration:
         fail(f"{told(args, 'minibatches')} is larger than {told(args, 'problems_per_iteration')}")
-    if args.problems_per_iteration > (args.train_problems or math.inf):
-        fail(f"{told(args, 'problems_per_iteration')} is larger than {told(args, 'train_problems')}")
 
 
 def check_objective(args: Args):
@@ -397,8 +385,8 @@ def check_objective(args: Args):
     if args.group_size == 1 and advantage.needs_group:
         fail(f"--group-size 1 with the advantage {kind!r}: a group of one is its own mean, so every advantage would be "
              f"{'0' if advantage.group_mean else 'the same'}; use --group-size 2 or more, or --algo reinforce++")
-    for name, value in (("replay_advantage", "vtrace"), ("priority", "td_error")):
-        if getattr(args, name) == value and not advantage.needs_values:
+    for name, value in (("replay_advantage", "vtrace"), ("priority", "td_error"), ("loss_options.cut_off", "bootstrap")):
+        if flat(vars(args))[name] == value and not advantage.needs_values:
             fail(f"{spelled(name)} {value} needs a critic, but the advantage is {kind!r}: use --algo ppo")
     if args.replay_advantage == "vtrace" and "replay_advantage" in args.released:
         fail("--replay-advantage vtrace contradicts --released replay_advantage: drop one of them")

@@ -3,7 +3,6 @@ import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -243,8 +242,12 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     args = learner.args
 
     def clipped(module) -> float:
-        """The norm of its gradient before the clipping."""
-        return float(ranks.whole(torch.nn.utils.clip_grad_norm_(module.parameters(), args.max_grad_norm)))
+        """The norm of its gradient before the clipping. A gradient that is not finite stays as it is, so that it can be named."""
+        parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        if math.isfinite(ranks.whole(norm)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, args.max_grad_norm, norm)
+        return float(ranks.whole(norm))
 
     lr = learning_rate(args, learner.place)
     learner.place += 1
@@ -260,8 +263,7 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
         checked += [metrics["value_loss"], metrics["critic_grad_norm"]]
     metrics["nonfinite"] = int(bool(metrics["bad"]) or not all(map(math.isfinite, checked)))
     if metrics["nonfinite"]:
-        metrics["where"] = where_not_finite(learner, metrics, partial(score, learner.policy, episodes, learner),
-                                            partial(gradients, learner, episodes, weights, ages, proximal_BT, replayed))
+        metrics["where"] = where_not_finite(learner, metrics)
     fine = not metrics["nonfinite"] and (trained or "step_without_signal" in args.released)
     warming = learner.critic is not None and steps_of(learner.critic_optimizer) < args.critic_warmup
     metrics["steps"] = int(fine and not warming)

@@ -20,7 +20,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from buffer import ReplayBuffer
 from episode import Episode
-from runtime.memories import load_buffer, save_buffer
+from runtime.files import write_state
+from runtime.memories import load_buffer
 
 BATCH, ALPHA, BETA, TAU = 128, 0.6, 0.4, 500.0
 
@@ -263,12 +264,13 @@ def report_saving(n: int, length: int) -> None:
     buffer = ReplayBuffer(n)
     buffer.add([make_episode(length, step) for step in range(n)], n)
     with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
         start = time.perf_counter()
-        save_buffer(buffer, folder)
+        write_state(folder, buffer.state_dict())
         saved = time.perf_counter()
         loaded = load_buffer(folder)
         end = time.perf_counter()
-        size = sum(file.stat().st_size for file in Path(folder).iterdir())
+        size = sum(file.stat().st_size for file in folder.iterdir())
     one, two = buffer.sample(BATCH, n), loaded.sample(BATCH, n)
     equal = np.array_equal(one.ids, two.ids) and all(
         np.array_equal(getattr(a, name), getattr(b, name))

@@ -3,13 +3,11 @@ import contextlib
 import json
 import random
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from buffer import ReplayBuffer
@@ -19,9 +17,9 @@ from runtime.files import (checkpoints, digest, fail, flat, last_checkpoint, rea
                            whole_folder, whole_lines, write_state)
 from runtime.log import LOGS
 from runtime.options import spelled
-from runtime.memories import load_buffer, save_buffer, take_share
+from runtime.memories import load_buffer, take_share
 
-FORMAT = 2  # of checkpoints; 1 had no checksums
+FORMAT = 3  # of checkpoints: only those of one format are read
 
 
 class GlobalRandomness:
@@ -32,38 +30,19 @@ class GlobalRandomness:
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
 
-    def save(self, folder: Path):
-        version, numbers, gauss = random.getstate()
+    def state_dict(self) -> dict:
         kind, keys, *others = np.random.get_state()
-        devices = {f"cuda{number}": state.numpy() for number, state in enumerate(torch.cuda.get_rng_state_all())}
-        folder.mkdir()
-        write_state(folder / "state", devices | {
-            "python": np.array(numbers, np.int64), "python_version": version, "python_gauss": gauss, "numpy": keys,
-            "numpy_kind": kind, "numpy_others": others, "torch": torch.get_rng_state().numpy()})
+        return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *others], "torch": torch.get_rng_state().tolist(),
+                "cuda": [state.tolist() for state in torch.cuda.get_rng_state_all()]}
 
-    @staticmethod
-    def load(folder: Path):
-        """Sets the generators."""
-        state = read_state(folder / "state")
-        random.setstate((state["python_version"], tuple(state["python"].tolist()), state["python_gauss"]))
-        np.random.set_state((state["numpy_kind"], state["numpy"], *state["numpy_others"]))
-        torch.set_rng_state(torch.from_numpy(state["torch"].copy()))
-        devices = [torch.from_numpy(state[f"cuda{number}"].copy()) for number in range(torch.cuda.device_count())
-                   if f"cuda{number}" in state]
-        torch.cuda.set_rng_state_all(devices)
-
-
-def surroundings(files: list[Path], **more) -> dict[str, str]:
-    """What a run depends on beside its settings, by name: the code in `files`, libraries, threads, the device, and `more`."""
-    return {path.name: digest(path)[:16] for path in files} | {
-        "torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__,
-        "threads": str(torch.get_num_threads()),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", **more}
-
-
-def changed(saved: dict, now: dict) -> dict[str, tuple]:
-    """{name: (saved, now)} of what both have and differs."""
-    return {name: (saved[name], now[name]) for name in sorted(saved.keys() & now.keys()) if saved[name] != now[name]}
+    def load_state_dict(self, state: dict):
+        """Sets the generators, of as many GPUs as there are here and then."""
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers), gauss))
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        devices = [torch.tensor(numbers, dtype=torch.uint8) for numbers in state["cuda"]]
+        torch.cuda.set_rng_state_all(devices[:torch.cuda.device_count()])
 
 
 def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | None:
@@ -78,26 +57,17 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
         print(f"{run} has no checkpoint yet: it starts anew in its folder")
         return None
     state = json.loads((checkpoint / "state.json").read_text())
-    if state.get("format", 1) > FORMAT:
-        fail(f"{checkpoint} has format {state['format']} and this code knows those up to {FORMAT}: go on with the newer code")
-    for name, (before, now) in changed(flat(state.get("args", {})), flat(args)).items():
-        flag = spelled(name)
-        if name == "resume":
+    if state["format"] != FORMAT:
+        fail(f"{checkpoint} has format {state['format']} and this code reads {FORMAT}: go on with the version that wrote it")
+    saved, now = flat(state["args"]), flat(args)
+    for name in sorted(saved.keys() & now.keys() - {"resume"}):
+        if saved[name] == now[name]:
             continue
         if name not in may_change:
-            fail(f"{flag} was {before} when {checkpoint} was written and cannot become {now} on resume: leave it out, set it "
-                 f"back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change - {'resume'}))}")
-        print(f"changed on resume: {flag} {before} -> {now}")
+            fail(f"{spelled(name)} was {saved[name]} when {checkpoint} was written and cannot become {now[name]} on resume: leave "
+                 f"it out, set it back in config.yaml, or start a new run. These can change: {', '.join(sorted(may_change))}")
+        print(f"changed on resume: {spelled(name)} {saved[name]} -> {now[name]}")
     return checkpoint
-
-
-def warn_of_changes(saved: dict, now: dict):
-    """Says which code, library or device is another one than when the checkpoint was written."""
-    found = [name if name.endswith((".py", "problems", "start")) else f"{name} {before} -> {after}"
-             for name, (before, after) in changed(saved, now).items()]
-    if found:
-        print(f"warning: changed since the checkpoint was written: {', '.join(found)}. The run goes on, but not bit for bit as "
-              "it would have", file=sys.stderr)
 
 
 def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, keep: int, base: dict[str, bytes] = {},
@@ -113,13 +83,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
     with whole_folder(folder) if ranks.first() else contextlib.nullcontext(temporary_of(folder)) as temporary:
         ranks.barrier()  # now the folder is there
         for name, memory in memories.items():
-            place = temporary / shard_name(name, ranks.rank())
-            if isinstance(memory, ReplayBuffer):
-                save_buffer(memory, place)
-            elif isinstance(memory, GlobalRandomness):
-                memory.save(place)
-            elif ranks.first():  # the ranks have it alike
-                write_state(place, memory.state_dict())
+            write_state(temporary / shard_name(name, ranks.rank()), memory.state_dict())
         weights = {"state_dict": ranks.on_first(ranks.untied(learner.policy))} if ranks.sharded() else {}
         others = {f"{name}_optimizer": ranks.on_first({
             f"{index}.{key}": value for index, entry in optimizer.state_dict()["state"].items() for key, value in entry.items()})
@@ -172,21 +136,13 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
             parameter = optimizer.param_groups[0]["params"][int(index)]
             moments.setdefault(int(index), {})[moment] = ranks.like(value, parameter) if value.ndim else value
         optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
-    state.pop("schedule", None)  # of older checkpoints
     for name, memory in memories.items():
-        shards = [shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
+        shards = [folder / shard_name(name, number) for number in range(len(list(folder.glob(f"{name}.[0-9]*"))) + 1)]
         as_before = len(shards) == ranks.world()
-        mine = folder / (shards[ranks.rank()] if as_before else name)  # else all begin with the first one's generators
-        if state.get("format", 1) < 2 and not (folder / name).exists() and not (folder / f"{name}.json").exists():
-            print(f"note: {folder} is older than the state of {name!r}, which begins anew")
-        elif isinstance(memory, GlobalRandomness):
-            memory.load(mine)
-        elif isinstance(memory, ReplayBuffer) and not as_before:
-            take_share(memory, [load_buffer(folder / shard) for shard in shards], ranks.rank(), ranks.world())
-        elif isinstance(memory, ReplayBuffer):
-            memory.load_state_dict(read_state(mine / "buffer"))
-        else:
-            memory.load_state_dict(read_state(folder / name))
+        if isinstance(memory, ReplayBuffer) and not as_before:
+            take_share(memory, [load_buffer(shard) for shard in shards], ranks.rank(), ranks.world())
+        else:  # of another number of processes, all begin with the state of the first one
+            memory.load_state_dict(read_state(shards[ranks.rank() if as_before else 0]))
     return {key: value for key, value in state.items() if key not in ("format", "args")}
 
 

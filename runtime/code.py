@@ -50,8 +50,10 @@ def keep_code(run: Path, env, done: int) -> dict[str, str]:
         for name, now in digests.items():
             earlier = before.get(name, now)
             digests[name] = earlier if earlier.split("+")[-1] == now else f"{earlier}+{now}"
-        if digests != before:
+        changed = [name for name in digests if digests[name] != before.get(name)]
+        if changed:
             (run / "code.patch").rename(run / f"code.until_{done}.patch")
+            print(f"note: changed since iteration {done}: {', '.join(changed)}; it does not go on bit for bit as it would have")
     write_whole(run / "code.patch", patch)
     write_whole(run / "code.json", json.dumps(digests, indent=1))
     return digests

@@ -8,7 +8,7 @@ import numpy as np
 from episode import Episode, pack_episodes, require, require_all, unpack_episodes
 
 NONE = np.zeros(0, np.int64)  # no slots
-COUNTS = ("added", "draws", "drawn", "first_uses", "reuse_gap", "evicted", "evicted_unused", "retired_uses", "dropped_by_age",
+COUNTS = ("added", "drawn", "first_uses", "reuse_gap", "evicted", "evicted_unused", "retired_uses", "dropped_by_age",
           "dropped_by_age_tokens", "stale_updates")
 
 
@@ -117,14 +117,12 @@ class Entries:
         """Count a batch's uses; returns each row's steps since its last use (arXiv 2604.08706): -1 where it has none, 0 where it
         is in the batch once more."""
         gaps = np.where(self.uses[slots] == 0, -1, step - self.last_use[slots])
-        if len(set(slots.tolist())) < len(slots):
-            again = np.ones(len(slots), bool)
-            again[np.unique(slots, return_index=True)[1]] = False
-            gaps[again] = 0
+        again = np.ones(len(slots), bool)
+        again[np.unique(slots, return_index=True)[1]] = False
+        gaps[again] = 0
         np.add.at(self.uses, slots, 1)
         self.last_use[slots] = step
         first_uses = int(np.count_nonzero(gaps < 0))
-        self.counts["draws"] += 1
         self.counts["drawn"] += len(slots)
         self.counts["first_uses"] += first_uses
         self.counts["reuse_gap"] += int(gaps.sum()) + first_uses
@@ -188,8 +186,6 @@ def checked_priorities(base, n: int) -> np.ndarray:
 
 def means_of_repeats(slots: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each slot once, and the mean of its values."""
-    if len(set(slots.tolist())) == len(slots):
-        return slots, values
     slots, inverse, repeats = np.unique(slots, return_inverse=True, return_counts=True)
     return slots, np.bincount(inverse, values) / repeats
 

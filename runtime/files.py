@@ -1,7 +1,6 @@
 """Files that a kill at any moment leaves whole: writing and reading them, checksums, one process a folder. No torch here."""
 import contextlib
 import difflib
-import errno
 import hashlib
 import inspect
 import json
@@ -18,7 +17,7 @@ import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large")  # as safetensors says it too, in errors of its own
 
 
 def fail(message: str):
@@ -52,19 +51,18 @@ def write_whole(path: Path, text: str):
         raise
 
 
-def write_state(path: Path, state: dict):
-    """A state_dict as path.npz, its arrays, and path.json."""
+def write_state(folder: Path, state: dict):
+    """A state_dict as state.npz, its arrays, and state.json."""
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    np.savez(f"{path}.npz", **arrays)
-    Path(f"{path}.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(folder / "state.npz", **arrays)
+    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
 
 
-def read_state(path: Path) -> dict:
-    """What `write_state` wrote. In older checkpoints the JSON of a buffer names the file of its arrays."""
-    state = json.loads(Path(f"{path}.json").read_text())
-    arrays = Path(state.get("arrays", f"{path.name}.npz")).name
-    with np.load(path.with_name(arrays), allow_pickle=False) as loaded:
-        return state | dict(loaded)
+def read_state(folder: Path) -> dict:
+    """What `write_state` wrote."""
+    with np.load(folder / "state.npz", allow_pickle=False) as arrays:
+        return json.loads((folder / "state.json").read_text()) | dict(arrays)
 
 
 def digest(path: Path) -> str:
@@ -74,7 +72,7 @@ def digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path, checksums: bool = True):
-    """A temporary folder to write into. At the end it gets a manifest of sizes and checksums, is on the disk and becomes
+    """A temporary folder to write into. At the end it gets a manifest of checksums, is on the disk and becomes
     `folder`, in the place of an earlier one. Where anything goes wrong it is removed, and an earlier one stays."""
     temporary, replaced = temporary_of(folder), folder.with_name(f".{folder.name}.old")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -82,15 +80,13 @@ def whole_folder(folder: Path, checksums: bool = True):
     try:
         yield temporary
         if checksums:
-            paths = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-            files = {str(path.relative_to(temporary)): {"bytes": path.stat().st_size, "sha256": digest(path)} for path in paths}
-            (temporary / "manifest.json").write_text(json.dumps(files, indent=1))
+            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            digests = {str(path.relative_to(temporary)): {"sha256": digest(path)} for path in files}
+            (temporary / "manifest.json").write_text(json.dumps(digests, indent=1))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
-    except BaseException as error:
+    except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError) and (number := full_disk(error)):
-            raise OSError(number, os.strerror(number), str(folder)) from error
         raise
     if folder.exists():  # never be without a whole one: `recover` puts it back
         os.rename(folder, replaced)
@@ -136,23 +132,13 @@ def recover(parent: Path):
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Those of format 1 have no checksums and are taken as they are."""
+    """What is wrong with a checkpoint, or None."""
     try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        return f"state.json cannot be read: {error}"
-    try:
-        files = json.loads((folder / "manifest.json").read_text())
-        for name, written in files.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != written["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes instead of {written['bytes']:,}"
-            if digest(path) != written["sha256"]:
+        for name, written in json.loads((folder / "manifest.json").read_text()).items():
+            if digest(folder / name) != written["sha256"]:
                 return f"the checksum of {name} is wrong"
-    except FileNotFoundError:
-        return "manifest.json is missing" if state.get("format", 1) > 1 else None
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its files cannot be checked against manifest.json: {error}"
     return None
@@ -203,23 +189,22 @@ def find(source: str, hint: str) -> tuple[str | Path, Path | None, Path]:
 
 def claim(run: Path, new: bool = False):
     """Makes the folder this process's own until what is returned, a context, is left, or the process ends, however it ends. Exits
-    with 2 where another process has it, and where a `new` run would find something in it."""
+    with 2 where another process has it, or where a `new` run would find something in it, and writes nothing there."""
     left = {"lock", ".sampler_weights", temporary_of(run / "config.yaml").name}  # by one that was killed before it had a config
-    full = new and (run.is_symlink() or run.exists() and set(os.listdir(run)) - left)
-    exists = f"{run} exists already: choose another --name" + \
-        (f", or go on with --resume {run}" if (run / "config.yaml").exists() else "; it is no run (no config.yaml), or a link")
-    if full and not (run / "lock").exists():  # nothing is written into it
-        fail(exists)
-    run.mkdir(parents=True, exist_ok=True)
     mine = FileLock(run / "lock", timeout=0)
+    full = new and (run.is_symlink() or run.exists() and set(os.listdir(run)) - left)
     try:
-        mine.acquire()
+        if not full:
+            run.mkdir(parents=True, exist_ok=True)
+        if not full or (run / "lock").exists():
+            mine.acquire()
     except Timeout:
         who = (run / "lock").read_text().strip() or "a process that just started"
         fail(f"{run} is being trained by {who}: " + ("choose another --name" if new else "wait for its end, or stop it"))
     if full:
         mine.release()
-        fail(exists)
+        fail(f"{run} exists already: choose another --name" + (f", or go on with --resume {run}" if (run / "config.yaml").exists()
+             else "; it is no run (no config.yaml), or a link"))
     (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     return mine
 
@@ -235,12 +220,6 @@ class NotFinite(ValueError):
     """A NaN or an infinity where the run cannot go on; the message says where it starts."""
 
 
-def full_disk(error: BaseException) -> int | None:
-    """The error's number where it says that a disk is full; safetensors has exceptions of its own."""
-    return next((number for number in FULL_DISK
-                 if getattr(error, "errno", None) == number or f"(os error {number})" in str(error)), None)
-
-
 @contextlib.contextmanager
 def told_plainly(run: Path):
     """A full disk and numbers that are not finite end the run with a sentence instead of a traceback."""
@@ -249,11 +228,12 @@ def told_plainly(run: Path):
     except NotFinite as error:
         fail(str(error))
     except Exception as error:
-        if not (number := full_disk(error)):
+        reasons = [reason for reason in FULL_DISK if reason in str(error)]
+        if not reasons:
             raise
         safe = f"; {checkpoints(run)[-1]} is complete" if checkpoints(run) else ""
         again = f"go on with --resume {run}" if (run / "config.yaml").exists() else "start again"
-        fail(f"cannot write {getattr(error, 'filename', None) or run}: {os.strerror(number)}{safe}. Free some space (smaller "
+        fail(f"cannot write {getattr(error, 'filename', None) or run}: {reasons[0]}{safe}. Free some space (smaller "
              f"--keep-checkpoints and --transcripts need less), then {again}")
 
 

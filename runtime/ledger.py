@@ -3,6 +3,8 @@ the replay ratio, gamma and compute of Arnal et al. 2026 (arXiv 2604.08706, sect
 
 What is counted is logged as cost/..., what comes of the clock as time/...: all other metrics of a run repeat to the digit.
 """
+from collections import Counter
+
 import numpy as np
 
 from runtime import ranks
@@ -54,19 +56,16 @@ class Ledger:
             totals.setdefault(name, 0)
         self.parameters, self.critic, self.samplers = parameters, critic, samplers
         self.per_token = (4 if lora else 6) + 2 * recompute
-        self.new = {}  # of this process, not yet in the totals of all
+        self.new = Counter()  # of this process, not yet in the totals of all
 
     def add(self, name: str, amount):
-        if ranks.world() == 1:
-            self.totals[name] += amount
-        else:
-            self.new[name] = self.new.get(name, 0) + amount
+        self.new[name] += amount
 
     def settle(self):
         """Adds what every process counted since the last time to the totals."""
         for name, amount in ranks.total(self.new).items():
             self.totals[name] += amount
-        self.new = {}
+        self.new.clear()
 
     def generated(self, episodes, reread: int = 0):
         """`reread`: tokens that were read again, see samplers.Follower."""

@@ -25,7 +25,7 @@ from episode import rounded, with_files
 from losses import LOSSES, clip_range
 from runtime import ranks
 from runtime.code import keep_code
-from runtime.files import finite_or_none, flat, parsed, temporary_of, write_whole
+from runtime.files import finite_or_none, flat, whole_lines, write_whole
 from runtime.options import TABLES
 
 LOGS = ("metrics.jsonl", "episodes.jsonl", "replay.jsonl", "drift.jsonl")  # each line has its iteration
@@ -84,12 +84,7 @@ class Clock:
 
 def cut(path: Path, done: int):
     """Leaves a .jsonl with the whole lines of the first `done` iterations: the others were written after the checkpoint."""
-    with open(path, "rb") as lines, open(temporary_of(path), "wb") as kept:
-        for line in lines:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off when the run was killed
-                if line.endswith(b"\n") and parsed(line)["iteration"] <= done:
-                    kept.write(line)
-    os.replace(temporary_of(path), path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in whole_lines(path) if line["iteration"] <= done))
 
 
 def clipped_share(objective, log_ratio_N) -> float | None:
@@ -105,19 +100,19 @@ def clipped_share(objective, log_ratio_N) -> float | None:
 
 def replay_record(args, objective, iteration: int, step: int, buffer, held: dict, samples, updates) -> dict:
     """A line of replay.jsonl: what the buffer `held` by age before the draws, and each drawn episode's age, weight, number of
-    sampled tokens, mean token ratio and mean of its square, share of tokens outside the loss's clip range (None: it has none), and
-    k3 estimate of KL(behaviour || current) a token (the last four None: it had no signal)."""
-    drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "ratio_square", "clip_fraction", "kl")}
+    sampled tokens, mean token ratio, share of tokens outside the loss's clip range (None: it has none), and k3 estimate of
+    KL(behaviour || current) a token (the last three None: it had no signal)."""
+    drawn = {name: [] for name in ("age", "weight", "signal", "tokens", "ratio", "clip_fraction", "kl")}
     for sample, metrics in zip(samples, updates):
         for episode, age, weight, log_ratios in zip(sample.episodes, sample.ages, sample.weights, metrics["log_ratios"]):
-            numbers = (None,) * 4
+            row = {"age": int(age), "weight": float(weight), "signal": int(episode.advantages.any()),
+                   "tokens": int(episode.action_mask.sum()), "ratio": None, "clip_fraction": None, "kl": None}
             if log_ratios is not None:
                 log_ratio_N = np.clip(log_ratios[episode.action_mask], -20, 20).astype(np.float64)
                 ratio_N = np.exp(log_ratio_N)
-                means = [float(value.mean()) for value in (ratio_N, ratio_N**2, ratio_N - 1 - log_ratio_N)]
-                numbers = [*means[:2], clipped_share(objective, log_ratio_N), means[2]]
-            for name, value in zip(drawn, (int(age), float(weight), int(episode.advantages.any()),
-                                           int(episode.action_mask.sum()), *numbers)):
+                row |= {"ratio": float(ratio_N.mean()), "clip_fraction": clipped_share(objective, log_ratio_N),
+                        "kl": float((ratio_N - 1 - log_ratio_N).mean())}
+            for name, value in row.items():
                 drawn[name].append(value if value is None else round(value, 6))
     return {"iteration": iteration, "step": step, "tau": buffer.tau, "alpha": buffer.alpha,
             "age_unit": "iteration" if "age_in_iterations" in args.released else "step", "uses": held["uses"],

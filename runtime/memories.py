@@ -8,8 +8,7 @@ from buffer import ReplayBuffer
 from losses import ADVANTAGES, objective_of, zero_advantage_is_silent
 from problems import ProblemSampler
 from runtime import ranks
-from runtime.entries import require_same
-from runtime.files import read_state, write_state
+from runtime.files import read_state
 
 FIRST_TAU = 100.0  # --tau auto, until the drift is measured
 PRIORITIZED = ("per", "fresh")  # of --replay: these draw by priority
@@ -45,15 +44,9 @@ def make_buffer(args) -> ReplayBuffer:
         seed=ranks.seed(args.seed), **{name: args.replay_options[name] for name in names})
 
 
-def save_buffer(buffer: ReplayBuffer, folder: str | Path) -> None:
-    """Write buffer.json and buffer.npz into `folder`, which a checkpoint renames when it is whole."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_state(Path(folder) / "buffer", buffer.state_dict())
-
-
-def load_buffer(folder: str | Path) -> ReplayBuffer:
-    """The buffer that `save_buffer(buffer, folder)` wrote."""
-    state = read_state(Path(folder) / "buffer")
+def load_buffer(folder: Path) -> ReplayBuffer:
+    """The buffer whose state was written into `folder`."""
+    state = read_state(folder)
     buffer = ReplayBuffer(**state["config"])
     buffer.load_state_dict(state)
     return buffer
@@ -65,7 +58,6 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
     """
     groups: dict[int, list[tuple[ReplayBuffer, int]]] = {}
     for shard in shards:
-        require_same(shard.config, buffer.config, but=("capacity", "min_size", "seed", "tau"))
         for slot in shard.live()[np.argsort(shard.id[shard.live()])].tolist():
             groups.setdefault(shard.members[slot][0].group_id, []).append((shard, slot))
     dealt: list[list[tuple[ReplayBuffer, int]]] = [[] for _ in range(parts)]
@@ -84,7 +76,6 @@ def take_share(buffer: ReplayBuffer, shards: list[ReplayBuffer], part: int, part
         total = sum(shard.counts[name] for shard in shards)
         others = sum(counts.get(name, 0) for counts in own[1:])
         buffer.counts[name] = total - others if part == 0 else own[part].get(name, 0)
-    buffer.counts["draws"] = max(shard.counts["draws"] for shard in shards)  # each draw was one of every shard
     buffer.set_tau(shards[0].tau)
     step = max([buffer.newest_birthday, *buffer.last_use.tolist()])  # the last that it knows of
     buffer.retire(buffer._beyond_capacity(step), "evicted")

@@ -1,4 +1,4 @@
-"""How settings are spelled: options of a flag (`--tiny-options width 64`, in a config a mapping), configs, names of older versions."""
+"""How settings are spelled: options of a flag (`--tiny-options width 64`, in a config a mapping), and configs."""
 import argparse
 import difflib
 import math
@@ -26,8 +26,7 @@ WORDS = {"eviction": EVICTIONS, "draw": DRAWS, "aggregation": losses.AGGREGATION
          "kl_kind": losses.KLS, "replay_kl_kind": losses.KLS}
 LIMITS = {"above 0": lambda value: value > 0, "at least 0": lambda value: value >= 0,
           "between 0 and 1": lambda value: 0 <= value <= 1}
-OLD_NAMES = TABLES["old_names"]  # of flags, of options, and in --released
-MAY_CHANGE_ON_RESUME = {"resume", *TABLES["may_change_on_resume"]}
+MAY_CHANGE_ON_RESUME = set(TABLES["may_change_on_resume"])
 RELEASED = ("replay_advantage", "lr_steps", "step_without_signal", "is_includes_age", "insert_max", "age_in_iterations")
 
 
@@ -53,23 +52,12 @@ def loss_table(kind: str) -> dict[str, Option]:
     return table
 
 
-def said_now(name: str) -> str:
-    """What stands in the place of a setting of older versions, as a sentence."""
-    old, now = f"--{name.replace('_', '-')}", OLD_NAMES[name]
-    if now.startswith("gone: "):
-        return f"{old} is {now}"
-    flag, _, more = now.partition(" ")
-    return f"{old} is now {spelled(flag)} {more}".rstrip()
-
-
-def with_new_names(config: dict) -> dict:
-    """A run's config.yaml by today's names; what has none is left out."""
-    result = {key: value for key, value in config.items() if key not in OLD_NAMES}
-    for key, value in config.items():
-        flag, _, option = OLD_NAMES.get(key, "").partition(" ")
-        if flag.endswith("_options"):
-            result[flag] = {option: value} | result.get(flag, {})
-    return result
+def option_named(name: str) -> str | None:
+    """How the option is set whose name was taken for a flag; None where there is none."""
+    for flag, table in (OPTIONS | {"loss_options": {*LOSS_OPTIONS, *losses.ALL_LOSS_OPTIONS}}).items():
+        if name in table:
+            return f"{spelled(flag)} {name}"
+    return f"--released {name}" if name in RELEASED else TABLES["renamed"].get(name)
 
 
 def nearest(name: str, allowed) -> str:
@@ -125,6 +113,7 @@ def split_options(words: list[str]) -> tuple[list[str], dict]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in SEVERAL:
         parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", nargs="*", action="extend", default=argparse.SUPPRESS)
+    parser.add_argument("--resume", nargs="?", const="", default=argparse.SUPPRESS)
     found, rest = parser.parse_known_args(words)
     several = vars(found)
     for flag in several.keys() & set(MAPPINGS):
@@ -144,15 +133,13 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
     if not isinstance(config, dict):
         fail(f"{path}: a config is a list of `key: value` lines, not a {type(config).__name__}")
     config = {key.replace("-", "_"): value for key, value in config.items()}
-    old = [key for key in config if key in OLD_NAMES]
-    if old:
-        fail(f"{path} is of an older version of this code: {'; '.join(map(said_now, old))}." + resumed * (
-            " Go on with that version, or write the new names into it"))
     words, found = [], {}
     as_flag = {"null": "None", "~": "None", "": "None", "true": "True", "false": "False", ".inf": "inf"}  # YAML: flag
     for key, value in config.items():
         if key not in names:
-            fail(f"{path}: unknown key {key!r}{nearest(key, names)} See --help." + resumed * (
+            option = option_named(key)
+            meant = f": it is set by {option}." if option else nearest(key, names)
+            fail(f"{path}: unknown key {key!r}{meant} See --help." + resumed * (
                 " The run may be of another version of this code: go on with that, or drop the line if it made no difference"))
         if key == "resume":
             fail(f"{path}: resume is for the command line: python train.py --resume runs/NAME")
@@ -168,15 +155,6 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
         else:
             words += [spelled(key), as_flag.get(value, value)]
     return words, found
-
-
-def config_of_run(flags: list[str]) -> Path:
-    values = [flag.split("=", 1)[1] if "=" in flag else flags[place + 1] for place, flag in enumerate(flags)
-              if flag.split("=")[0] == "--resume" and ("=" in flag or place + 1 < len(flags))]
-    config = Path(values[0] if values else "") / "config.yaml"
-    if not config.is_file():
-        fail(f"--resume: {config} does not exist; give the folder of a run, such as runs/NAME")
-    return config
 
 
 def fill(args, config: dict, told: dict, given: set[str]):

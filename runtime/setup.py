@@ -4,7 +4,6 @@ The one file of runtime/ that may import everything. `Run` is all that a run's p
 """
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import shutil
@@ -32,9 +31,7 @@ from policies import policy_folder
 from policies.chat import Chat
 from problems import ProblemSampler
 from runtime import ranks
-from runtime.checkpoints import (GlobalRandomness, checkpoint_to_resume, fingerprint, load_checkpoint, save_checkpoint,
-                                 surroundings, warn_of_changes)
-from runtime.code import code_files
+from runtime.checkpoints import GlobalRandomness, checkpoint_to_resume, load_checkpoint, save_checkpoint
 from runtime.files import claim, fail, flat, give_back, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
@@ -70,7 +67,6 @@ class Run:
     recent: ReplayBuffer | None = None  # the last episodes, stored or not: the drift is measured on them
     stores_all: bool = True  # also episodes whose advantages are all 0
     whole_groups: bool = False  # also those, where others of their group have some
-    surroundings: dict | None = None
     start_files: dict | None = None  # contents by name, of a policy at the start that would be made anew otherwise
     source: Direct | Samplers | None = None  # where episodes come from
     engine: Any = None  # plays the evaluation
@@ -199,7 +195,7 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
         run.drift = DriftEstimator()
         size = 16 * args.replay_options["probe_episodes"]
         run.recent = ReplayBuffer(ranks.share_size(size), sampler="uniform", seed=ranks.seed(args.seed + 1))
-    note_surroundings(run)
+    run.start_files = files_to_keep(run)
     return run, resumed(run, checkpoint) if checkpoint else {}
 
 
@@ -233,25 +229,23 @@ def refuse_template(args: Args, chat: Chat):
              "the template shows in later turns. --rewritten-history keep goes on with what was sampled; or use --max-turns 1")
 
 
-def note_surroundings(run: Run):
-    """What the run depends on beside its settings; and the files of a policy at the start that stays in use."""
-    around = {"train problems": digest_of(run.train_problems.tolist()), "held-out problems": digest_of(run.heldout_problems)}
-    run.start_files = {}
-    if run.args.lora_rank or run.learner.reference is not None:
-        around["policy at the start"] = digest_of(fingerprint(run.start_folder))
-        if run.args.model in ("tiny", "tiny-vlm"):  # it is in a cache, which other code would make anew
-            run.start_files = {path.name: path.read_bytes() for path in Path(run.start_folder).iterdir() if path.is_file()}
-    run.surroundings = surroundings(code_files(run.make_env()), **around)
+def files_to_keep(run: Run) -> dict[str, bytes]:
+    """By name, the files of a policy at the start that stays in use and lies in a cache, which other code would make anew."""
+    stays = run.args.lora_rank or run.learner.reference is not None
+    if not stays or run.args.model not in ("tiny", "tiny-vlm"):
+        return {}
+    return {path.name: path.read_bytes() for path in Path(run.start_folder).iterdir() if path.is_file()}
 
 
 def resumed(run: Run, checkpoint: Path) -> dict:
     """Fills the run from its checkpoint; returns that one's state.json."""
     saved = load_checkpoint(checkpoint, run.learner, memories_of(run))
     for name in COUNTERS:
-        setattr(run, name, saved.get(name, getattr(run, name)))  # an older code's checkpoint may lack some
-    run.ledger.totals.update(saved.get("ledger", {}))
-    warn_of_changes(saved.get("surroundings", {}), run.surroundings)
-    if run.iteration >= run.args.iterations and (finished(run) or run.last is None):
+        setattr(run, name, saved[name])
+    run.ledger.totals.update(saved["ledger"])
+    summary = run.folder / "summary.json"  # not there where the run was killed after its last checkpoint
+    done = summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
+    if run.iteration >= run.args.iterations and done:
         fail(f"{run.folder} has done its {run.iteration} iterations; raise --iterations to go on")
     print(f"resuming {run.folder} from {checkpoint.name}, iteration {run.iteration}; learning rate and beta now follow a plan "
           f"of {run.args.iterations} iterations")
@@ -261,16 +255,6 @@ def resumed(run: Run, checkpoint: Path) -> dict:
 def memories_of(run: Run) -> dict:
     """What has a state of its own, by its name in checkpoints."""
     return {name: getattr(run, name) for name in MEMORIES if getattr(run, name) is not None}
-
-
-def finished(run: Run) -> bool:
-    """Whether the run's end was written; not where it was killed after its last checkpoint."""
-    summary = run.folder / "summary.json"
-    return summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
-
-
-def digest_of(values: list) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def connect_engines(run: Run, saved: dict, checkpoint: Path | None, job: Callable):
@@ -307,8 +291,7 @@ def save(run: Run):
     now = time.time()
     run.minutes, run.saved_at = run.minutes + (now - run.saved_at) / 60, now
     state = {name: getattr(run, name) for name in COUNTERS}
-    state |= {"ledger": run.ledger.totals, "surroundings": run.surroundings}
-    state |= {"synced": run.source.step, "under_way": run.source.under_way()}
+    state |= {"ledger": run.ledger.totals, "synced": run.source.step, "under_way": run.source.under_way()}
     save_checkpoint(run.folder, run.learner, run.processor, memories_of(run), state, run.args.keep_checkpoints, run.start_files,
                     run.source.kept())
 

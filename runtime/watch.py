@@ -1,7 +1,5 @@
 """What may be going wrong in a run: where a number stops being finite, and what is worth a warning, with the flag that helps."""
-import contextlib
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,26 +51,9 @@ def require_finite(name: str, tensor, episodes, *models):
                         "--max-grad-norm often helps")
 
 
-@torch.no_grad()
-def first_bad_module(model, forward) -> str | None:
-    """Name of the first module whose output is not finite while `forward()` runs, or None."""
-    found = []
-
-    def look(module, inputs, output, name):
-        parts = output if isinstance(output, (tuple, list)) else [output]
-        if not found and any(torch.is_tensor(part) and not bool(part.isfinite().all()) for part in parts):
-            found.append(f"{name or 'the whole model'} ({type(module).__name__})")
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_hook(partial(look, name=name)))
-        forward()
-    return found[0] if found else None
-
-
-def where_not_finite(learner, metrics: dict, forward, gradients) -> str:
+def where_not_finite(learner, metrics: dict) -> str:
     """Where an update stopped being finite, the first place in the order of the computation: weights, what the step was given,
-    modules, log-probs, loss, gradients. `forward()` and `gradients()` compute log-probs and gradients of its episodes again."""
+    log-probs, loss, gradients."""
     if ranks.sharded():  # each process sees a part: no place that all of them agree on
         return "; ".join(metrics["bad"][:2]) or "the loss or a gradient"
     models = {"policy": learner.policy} | ({"critic": learner.critic} if learner.critic is not None else {})
@@ -80,14 +61,10 @@ def where_not_finite(learner, metrics: dict, forward, gradients) -> str:
         if found := bad_weights(model, name):
             return found
     if metrics["bad"]:
-        module = first_bad_module(learner.policy, forward) if metrics["bad"][0].startswith("log-probs") else None
-        return "; ".join(([f"output of {module}"] if module else []) + metrics["bad"][:2])
+        return "; ".join(metrics["bad"][:2])
     for name in ("loss", "value_loss"):
         if not math.isfinite(metrics.get(name, 0.0)):
             return f"{name.replace('_', ' ')} ({learner.objective.loss}), of finite log-probs and advantages"
-    for optimizer in learner.optimizers().values():
-        optimizer.zero_grad()
-    gradients()  # again: the clipping made all of them NaN
     for name, model in models.items():  # the last one is where it starts: gradients come from the end
         bad = [key for key, parameter in model.named_parameters()
                if parameter.grad is not None and not bool(parameter.grad.isfinite().all())]
@@ -103,75 +80,74 @@ class Watch:
     def __init__(self, args):
         self.args, self.told, self.norms, self.entropy = args, [], {"fresh": [], "replay": []}, None
         self.dropped = []  # [too old, all] episodes of the last iterations
+        self.new = []  # what was said of this iteration
 
     def state_dict(self) -> dict:
         return {"told": self.told, "norms": self.norms, "entropy": self.entropy, "dropped": self.dropped}
 
     def load_state_dict(self, state: dict):
-        """An older code's state lacks `dropped`."""
         vars(self).update(state)
 
     def look(self, infos: list[dict], fresh: list[dict], replayed: list[dict], too_old: int = 0) -> list[str]:
         """New warnings after an iteration: `info` of its episodes, metrics of its updates, number of those dropped as too old."""
-        found = {**self.answers(infos), **self.stale(too_old, len(infos)),
-                 **self.gradient("fresh", fresh), **self.gradient("replay", replayed),
-                 **self.entropy_of(fresh or replayed), **self.ratios("fresh", fresh), **self.ratios("replay", replayed)}
-        new = [kind for kind in found if kind not in self.told]
-        self.told += new
-        return [found[kind] for kind in new]
+        self.new = []
+        self.answers(infos)
+        self.stale(too_old, len(infos))
+        self.entropy_of(fresh or replayed)
+        for kind, updates in (("fresh", fresh), ("replay", replayed)):
+            self.gradient(kind, updates)
+            self.ratios(kind, updates)
+        return self.new
 
-    def answers(self, infos: list[dict]) -> dict:
+    def tell(self, what: str, **numbers):
+        """Says a warning with its numbers, unless one of its kind was said: `what` begins with its name in WARNINGS."""
+        if what not in self.told:
+            self.told.append(what)
+            self.new.append(WARNINGS[what.split()[0]].format(args=self.args, **numbers))
+
+    def answers(self, infos: list[dict]):
         turns, failed, cut = (sum(info[key] for info in infos) for key in ("turns", "parse_failures", "length_stops"))
-        found = {}
         if turns and failed == turns:
-            found["parse"] = WARNINGS["parse"].format(turns=turns, cut=cut)
-        if turns and cut > CUT * turns:
-            found["cut"] = WARNINGS["cut"].format(args=self.args)
-        return found
+            self.tell("parse", turns=turns, cut=cut)
+        if cut > CUT * turns:
+            self.tell("cut")
 
-    def stale(self, too_old: int, episodes: int) -> dict:
+    def stale(self, too_old: int, episodes: int):
         if not episodes:
-            return {}
+            return
         self.dropped = [*self.dropped, [too_old, episodes]][-TOO_OLD_HISTORY:]
         dropped, all = map(sum, zip(*self.dropped))
-        if len(self.dropped) < TOO_OLD_HISTORY or dropped < TOO_OLD * all:
-            return {}
-        return {"stale": WARNINGS["stale"].format(dropped=dropped, all=all, iterations=TOO_OLD_HISTORY, args=self.args)}
+        if len(self.dropped) == TOO_OLD_HISTORY and dropped >= TOO_OLD * all:
+            self.tell("stale", dropped=dropped, all=all, iterations=TOO_OLD_HISTORY)
 
-    def gradient(self, kind: str, updates: list[dict]) -> dict:
-        found, norms = {}, self.norms[kind]
+    def gradient(self, kind: str, updates: list[dict]):
+        norms = self.norms[kind]
         for update in updates:
             norm = update["grad_norm"]
             if not update["tokens_trained"] or not math.isfinite(norm):
                 continue
             middle = float(np.median(norms)) if norms else math.inf
             if len(norms) >= SPIKE_HISTORY / 5 and norm > SPIKE * middle > 0:
-                found[f"spike {kind}"] = WARNINGS["spike"].format(
-                    kind=kind, norm=norm, times=norm / middle, updates=len(norms), args=self.args,
-                    stale=WARNINGS["spike_stale"] if kind == "replay" else "")
+                self.tell(f"spike {kind}", kind=kind, norm=norm, times=norm / middle, updates=len(norms),
+                          stale=WARNINGS["spike_stale"] if kind == "replay" else "")
             norms.append(norm)
             del norms[:-SPIKE_HISTORY]
-        return found
 
-    def entropy_of(self, updates: list[dict]) -> dict:
+    def entropy_of(self, updates: list[dict]):
         values = [update["entropy"] for update in updates if math.isfinite(update.get("entropy", math.nan))]
         if not values:
-            return {}
+            return
         now = float(np.mean(values))
         if self.entropy is None:
             self.entropy = now
-        if now >= ENTROPY_LEFT * self.entropy:
-            return {}
-        return {"entropy": WARNINGS["entropy"].format(now=now, share=now / self.entropy)}
+        if now < ENTROPY_LEFT * self.entropy:
+            self.tell("entropy", now=now, share=now / self.entropy)
 
-    def ratios(self, kind: str, updates: list[dict]) -> dict:
+    def ratios(self, kind: str, updates: list[dict]):
         for update in updates:
             kl, ess, clamped = (update.get(key) for key in ("kl_behavior_k3", "ess_token", "clamped"))
-            if kl is None or ess is None or not (kl > RATIO_KL or ess < RATIO_ESS or clamped):
-                continue
-            return {f"ratios {kind}": WARNINGS["ratios"].format(kind=kind, kl=kl, ess=ess, clamped=clamped or 0,
-                                                                cause=WARNINGS[f"ratios_{kind}"])}
-        return {}
+            if kl is not None and ess is not None and (kl > RATIO_KL or ess < RATIO_ESS or clamped):
+                self.tell(f"ratios {kind}", kind=kind, kl=kl, ess=ess, clamped=clamped or 0, cause=WARNINGS[f"ratios_{kind}"])
 
 
 def refuse_broken(args, iteration: int, played: list[dict], context_length: int):

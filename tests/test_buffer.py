@@ -491,20 +491,6 @@ def test_an_age_law_sees_every_column(monkeypatch):
     np.testing.assert_allclose(buffer.probabilities(10)[1][drawn], math.exp(-1) / (1 + math.exp(-1)))
 
 
-def test_a_state_without_an_age_law_goes_on_under_the_exponential_one():
-    """Checkpoints of before: their settings name no law, and they have numbers of the sum tree that was there."""
-    buffer = filled([1.0, 2.0, 3.0], [0, 5, 9], tau=4.0, seed=6)
-    buffer.sample(1, 9)
-    state = buffer.state_dict() | {"base_birthday": 9, "shift": 0.25, "positive": 3}
-    del state["config"]["age_law"]
-    loaded = ReplayBuffer(3, alpha=1.0, tau=4.0)
-    loaded.load_state_dict(state)
-    assert same(loaded.state_dict() | {"config": None}, buffer.state_dict() | {"config": None})
-    assert loaded.sample(2, 12).ids.tolist() == buffer.sample(2, 12).ids.tolist()
-    with pytest.raises(ValueError, match="age_law='exponential', this one age_law='power'"):
-        ReplayBuffer(3, alpha=1.0, tau=4.0, age_law="power").load_state_dict(state)
-
-
 # --------------------------------------------------------------------------------------------------------- draws
 
 

@@ -33,7 +33,8 @@ from policies.tiny import tiny_config, tiny_tokenizer
 from problems import ProblemSampler
 from rollout import Completion, collect
 from runtime import setup
-from runtime.memories import load_buffer, save_buffer
+from runtime.files import write_state
+from runtime.memories import load_buffer
 from settings import Args, parse_args
 from tasks import maths, search_qa
 from tasks.maths import Maths
@@ -392,7 +393,7 @@ def test_a_saved_buffer_goes_on_as_the_one_that_was_not_saved(draw, tmp_path):
     whole, part = ReplayBuffer(8, draw=draw), ReplayBuffer(8, draw=draw)
     expected = steps(whole, 0, 4)
     found = steps(part, 0, 2)
-    save_buffer(part, tmp_path)
+    write_state(tmp_path, part.state_dict())
     again = load_buffer(tmp_path)
     assert found + steps(again, 2, 4) == expected
     assert np.array_equal(np.stack(again.probabilities(9)), np.stack(whole.probabilities(9)))

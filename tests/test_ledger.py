@@ -26,17 +26,20 @@ def test_tokens_by_hand():
     ledger = Ledger({}, parameters=100)
     a, b, c = episode(5, [(2, 3), (1, 0)], group=0), episode(5, [(4, 0)], group=0), episode(7, [(2, 0)], group=1)
     ledger.generated([a, b, c])
+    ledger.settle()
     assert ledger.totals["tokens_generated"] == 3 + 4 + 2
     assert ledger.totals["tokens_read"] == (5 + 3) + 0 + 7  # the group's prompt is read once
     ratios = [np.zeros(11), None, np.zeros(9)]  # b had no signal and was not computed
     for first in (True, [False, True, True], False):
         ledger.trained([a, b, c], {"tokens_trained": 5, "tokens_computed": 20, "log_ratios": ratios}, first)
+    ledger.settle()
     assert ledger.totals["episodes_trained"] == 9 and ledger.totals["episodes_computed"] == 6
     assert ledger.totals["tokens_trained"] == 15
     assert ledger.totals["tokens_trained_unique"] == (3 + 2) + 2 + 0
     scored = Counter(values=30, reference=10)
     ledger.scored(scored)
     ledger.scored(scored)  # taken over once
+    ledger.settle()
     assert ledger.totals["tokens_scored_values"] == 30 and ledger.totals["tokens_scored_reference"] == 10
     assert ledger.flops() == {"generate": 2 * 100 * (9 + 15), "train": 6 * 100 * 60, "score": 2 * 100 * 40}
     assert Ledger(ledger.totals, 100, lora=True).flops()["train"] == 4 * 100 * 60

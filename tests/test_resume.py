@@ -118,8 +118,8 @@ def damaged(folder, how):
     return path.name
 
 
-@pytest.mark.parametrize("how, words", [("truncated", "bytes instead of"), ("flipped", "checksum"), ("missing", "missing"),
-                                        ("no manifest", "missing"), ("half a state", "cannot be read")])
+@pytest.mark.parametrize("how, words", [("truncated", "checksum"), ("flipped", "checksum"), ("missing", "missing"),
+                                        ("no manifest", "missing"), ("half a state", "checksum")])
 def test_damage_is_seen_and_named(whole, tmp_path, how, words):
     folder = tmp_path / "step_1"
     shutil.copytree(files.checkpoints(whole)[-1], folder)
@@ -258,7 +258,7 @@ def test_differences_are_seen(whole, tmp_path, flags):
     run = tmp_path / "whole"
     shutil.copytree(whole, run)
     path = files.checkpoints(run)[-1] / "random" / "state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"python_gauss": 1.0}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"cuda": [[1]]}))
     assert differences(whole, run) == ["random/state.json"]
 
 
@@ -266,10 +266,9 @@ def test_the_global_generators_go_on_where_they_were(tmp_path):
     generators = checkpoints.GlobalRandomness(3)
     draw = lambda: (random.random(), random.gauss(0, 1), np.random.normal(), torch.rand(2).tolist())  # noqa: E731
     draw()
-    generators.save(tmp_path / "random")
+    files.write_state(tmp_path / "random", generators.state_dict())
     expected = draw()
-    checkpoints.GlobalRandomness(4)
-    checkpoints.GlobalRandomness.load(tmp_path / "random")
+    checkpoints.GlobalRandomness(4).load_state_dict(files.read_state(tmp_path / "random"))
     assert draw() == expected
 
 
@@ -394,28 +393,8 @@ def test_a_setting_changed_in_the_config_is_named_and_refused_or_allowed(whole, 
     assert "changed on resume: --lr 0.001 -> 0.002" in capsys.readouterr().out
 
 
-def test_changed_code_is_named(whole, tmp_path, capsys, monkeypatch):
+def test_checkpoints_of_a_version_with_another_format_are_refused(whole, tmp_path, capsys):
     run = without_last(whole, tmp_path)
-    real = checkpoints.digest
-    monkeypatch.setattr(checkpoints, "digest", lambda path: "another" if path.name in ("update.py", "noisy.py") else real(path))
-    monkeypatch.setattr(checkpoints, "transformers", types.SimpleNamespace(__version__="9.9"))
-    resume(run)
-    message = capsys.readouterr().err
-    assert "warning: changed since the checkpoint was written: noisy.py, transformers " in message and "-> 9.9, update.py." in message
-
-
-def test_checkpoints_of_older_code_load_and_those_of_newer_code_are_refused(whole, tmp_path, capsys):
-    run = without_last(whole, tmp_path)
-    for folder in files.checkpoints(run):
-        state = json.loads((folder / "state.json").read_text())
-        shutil.rmtree(folder / "random")
-        for name in ("manifest.json", "watch.json", "watch.npz"):
-            (folder / name).unlink()
-        old = {key: value for key, value in state.items() if key not in ("format", "args", "surroundings", "last")}
-        (folder / "state.json").write_text(json.dumps(old))
-    resume(run)
-    assert "older than the state of 'random', which begins anew" in capsys.readouterr().out
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
     folder = files.checkpoints(run)[-1]
     with files.whole_folder(run / "checkpoints" / "step_99999") as newer:
         (newer / "state.json").write_text(json.dumps(json.loads((folder / "state.json").read_text()) | {"format": 99}))
@@ -521,7 +500,7 @@ def spoil_gradient(monkeypatch):
 
 @pytest.mark.parametrize("mess, words", [
     (spoil_weight, ["weights of the policy: model.layers.1.mlp.up_proj.weight"]),
-    (spoil_module, ["output of model.layers.1.mlp (", "log-probs (", "episodes: iteration 2 group"]),
+    (spoil_module, ["log-probs (", "episodes: iteration 2 group"]),
 ])
 def test_what_is_not_finite_is_named_where_it_starts(tmp_path, flags, monkeypatch, mess, words):
     messed(monkeypatch, mess)
@@ -640,12 +619,15 @@ def test_a_sound_run_is_told_nothing(whole):
 def test_the_median_of_a_spike_is_of_updates_before_it():
     look = watch.Watch(Args())
     usual = {"grad_norm": 1.0, "tokens_trained": 5}
-    assert not look.gradient("fresh", [usual] * 9 + [usual | {"grad_norm": 1000.0}])  # too few to know what is usual
-    assert look.norms["fresh"][-1] == 1000.0
-    assert not look.gradient("fresh", [usual] * 60) and len(look.norms["fresh"]) == watch.SPIKE_HISTORY
-    assert not look.gradient("fresh", [usual | {"grad_norm": watch.SPIKE}])
-    assert list(look.gradient("fresh", [usual | {"grad_norm": 1.01 * watch.SPIKE}])) == ["spike fresh"]
-    assert not look.gradient("replay", [usual | {"grad_norm": 1000.0}])
+    look.gradient("fresh", [usual] * 9 + [usual | {"grad_norm": 1000.0}])  # too few to know what is usual
+    assert not look.told and look.norms["fresh"][-1] == 1000.0
+    look.gradient("fresh", [usual] * 60)
+    assert not look.told and len(look.norms["fresh"]) == watch.SPIKE_HISTORY
+    look.gradient("fresh", [usual | {"grad_norm": watch.SPIKE}])
+    assert not look.told
+    look.gradient("fresh", [usual | {"grad_norm": 1.01 * watch.SPIKE}])
+    look.gradient("replay", [usual | {"grad_norm": 1000.0}])
+    assert look.told == ["spike fresh"]
     again = watch.Watch(Args())
     again.load_state_dict(json.loads(json.dumps(look.state_dict())))
     assert again.state_dict() == look.state_dict()

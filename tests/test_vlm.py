@@ -23,7 +23,8 @@ from models import banned_tokens, collate, load_policy, pixel_inputs, token_logp
 from policies.chat import Chat
 from policies.tiny import demonstrations, row_logprobs, tiny_processor, tiny_vlm_config, warm_started_tiny
 from rollout import collect
-from runtime.memories import load_buffer, save_buffer
+from runtime.files import write_state
+from runtime.memories import load_buffer
 from settings import Args, parse_args
 from tasks.sokoban import Sokoban
 from train import main
@@ -277,7 +278,7 @@ def test_a_buffer_saves_and_loads_images(tmp_path_factory, places, seed):
     episodes = [make(images=[pool[place] for place in places]), make(images=[pool[0]]), make(images=None)]
     buffer.add(episodes, 0)
     path = tmp_path_factory.mktemp("buffer") / "buffer"
-    save_buffer(buffer, path)
+    write_state(path, buffer.state_dict())
     again = [member[0] for member in load_buffer(path).members if member]
     for old, new in zip(episodes, again, strict=True):
         assert (old.images is None) == (new.images is None)
