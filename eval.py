@@ -9,7 +9,7 @@
     python eval.py replay runs/NAME                          # pictures of a run's replay
     python eval.py show runs/NAME                            # a run's episodes, to read
     python eval.py plan --mu 5 --alpha 0.1 --rho 0.1         # buffer size and reuse that theory advises
-    python eval.py fits                                      # the memory that training needs, and where it fits
+    python eval.py fits --model FOLDER_OR_HUB_ID             # the memory that training needs
 
 (each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """

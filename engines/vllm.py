@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import requests
 import torch
-import urllib3
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -25,7 +24,6 @@ from runtime import ranks
 from runtime.files import NotFinite
 
 CONNECTIONS = 64  # requests to a server side by side
-MAX_ANSWER_BYTES = 2**24
 PROBE_TEXT = "Walk from P to G in 4 moves: Down, Down, Right, Right. <answer>Up</answer> No, the ice is slippery."
 # Every parameter that could change the distribution is set: nothing is left to a default of the server or the folder.
 PLAIN_SAMPLING = {"n": 1, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -305,21 +303,14 @@ class VLLMServer:
         """The server's JSON answer to a POST of `body` (None: a GET); one that cannot be reached is asked again."""
         for attempt in range(tries):
             try:
-                with self.session.request("GET" if body is None else "POST", self.url + path, json=body, stream=True,
-                                          timeout=(10, self.timeout), allow_redirects=False) as answer:
-                    content, deadline = bytearray(), time.monotonic() + self.timeout
-                    while len(content) <= MAX_ANSWER_BYTES and (part := answer.raw.read1(2**16, decode_content=True)):
-                        content += part
-                        if time.monotonic() > deadline:
-                            raise requests.Timeout(f"its answer took more than {self.timeout:g} s")
-                    break
-            except (requests.ConnectionError, requests.Timeout, urllib3.exceptions.HTTPError) as error:
+                answer = self.session.request("GET" if body is None else "POST", self.url + path, json=body,
+                                              timeout=(10, self.timeout), allow_redirects=False)
+                break
+            except requests.RequestException as error:
                 if attempt + 1 == tries:
                     raise RuntimeError(f"the vLLM server {self.url} did not answer {path}: {error}") from error
                 time.sleep(2.0 ** attempt)
-        text = content.decode(errors="replace")
-        if len(content) > MAX_ANSWER_BYTES:
-            raise RuntimeError(f"the vLLM server's answer to {path} is longer than {MAX_ANSWER_BYTES} bytes")
+        text = answer.content.decode(errors="replace")
         if answer.status_code != 200:
             hint = " (is it started as VLLMServer's docstring says?)" if answer.status_code == 404 else ""
             raise RuntimeError(f"the vLLM server answered {path} with {answer.status_code}{hint}: {text[:500]}")

@@ -176,29 +176,19 @@ class Bad(http.server.BaseHTTPRequestHandler):
         if self.path == "/redirect":
             self.send_header("Location", "/elsewhere")
         self.end_headers()
-        try:
-            if self.path == "/endless":
-                while True:
-                    self.wfile.write(b"[" * 2**16)
-            for _ in range(100 * (self.path == "/drip")):
-                self.wfile.write(b"[")
-                time.sleep(0.05)
-        except OSError:
-            pass  # the client hung up
 
     def log_message(self, *_):
         pass
 
 
-@pytest.mark.parametrize("path, tries, words", [("/hang", 2, "timed out"), ("/drip", 2, "took more than 0.3 s"),
-                                                ("/endless", 1, "longer than"), ("/redirect", 1, "302")])
+@pytest.mark.parametrize("path, tries, words", [("/hang", 2, "timed out"), ("/redirect", 1, "302")])
 def test_a_vllm_server_that_misbehaves_is_an_error_in_time(monkeypatch, path, tries, words):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     Bad.asked.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Bad)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     client = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", session=requests.Session(),
-                             timeout=0.3 if path in ("/hang", "/drip") else 5)  # the others' may be slow on a busy machine
+                             timeout=0.3 if path == "/hang" else 5)  # the other may be slow on a busy machine
     monkeypatch.setattr(vllm_engine.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 1.5)))
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=words):
