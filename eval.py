@@ -179,8 +179,6 @@ class EvalArgs:
     """Turns after which an episode is cut."""
     max_new_tokens: int | None = None
     """Tokens a turn may have."""
-    format_penalty: float | None = None
-    """Taken off the training reward (not off the score) for a turn without a valid answer."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the weights."""
     trust_remote_code: bool | None = None
@@ -201,8 +199,6 @@ def settings(arguments: EvalArgs, run: Path | None):
         config = read_yaml(run / "config.yaml") if run else {}
     except (yaml.YAMLError, ValueError) as error:
         fail(f"{run / 'config.yaml'} cannot be read: {' '.join(str(error).split())}")
-    if "board_size" in config:  # runs from before there were other tasks
-        config["env_options"] = {"size": config["board_size"], "slippery": config["slippery"], "prompt": "tiny"}
     if not (arguments.env or config):
         what = "belongs to no run" if Path(arguments.source).exists() else "is no folder here, and a model by name has no task"
         fail(f"{arguments.source} {what}: add --env (and --env-options, --max-turns, --max-new-tokens). {LISTED}")

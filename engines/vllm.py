@@ -59,11 +59,7 @@ def plain_weights(policy):
 
 
 def save_adapter(policy, folder: str):
-    """Write the policy's LoRA adapter, all that it trains; ValueError if it trains something else as well."""
-    others = [name for name, parameter in policy.named_parameters() if parameter.requires_grad and ".lora_" not in name]
-    if others:
-        raise ValueError(f"lora='adapter' sends LoRA adapters only, but the policy trains {', '.join(others[:3])}"
-                         f"{' and more' * (len(others) > 3)}; use lora='merge', which sends all weights")
+    """Write the policy's LoRA adapter, which is all that it trains (see update.make_learner)."""
     policy.save_pretrained(folder, save_embedding_layers=False)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated
 import matplotlib
 import numpy as np
 import tyro
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -58,21 +57,6 @@ def grouped(ages: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarr
                       *np.percentile(values[bins == index], (10, 90))] for index in np.unique(bins)]).reshape(-1, 4)
 
 
-def heat(records: list[dict], key: str, age_edges: np.ndarray, iteration_edges: np.ndarray) -> np.ndarray:
-    """(ages, iterations): the mean priority of the entries of a cell, or the mean sampling mass of an iteration there; NaN
-    where the buffer held nothing, or nothing was written."""
-    ages, counts, values = (column(records, "buffer", name) for name in ("age", "count", key))
-    lines = [record["iteration"] for record in records]
-    iterations = np.repeat(lines, [len(record["buffer"]["age"]) for record in records])
-    known = np.isfinite(values)
-    places = ages[known], iterations[known], (age_edges, iteration_edges)
-    weights = values * counts if key == "priority" else values
-    held, _, _ = np.histogram2d(*places, weights=counts[known])
-    total, _, _ = np.histogram2d(*places, weights=weights[known])
-    of = held if key == "priority" else np.histogram(lines, iteration_edges)[0]
-    return np.divide(total, of, out=np.full(held.shape, np.nan), where=held > 0)
-
-
 def drift(ages: np.ndarray, kl: np.ndarray) -> dict | None:
     """{c, k0, r2, rows} of KL = k0 + c age by `DriftEstimator`'s weighted least squares; None for a single age."""
     known = np.isfinite(kl)
@@ -115,49 +99,32 @@ def ages_panel(axes, replay, metrics):
             "should roughly follow the orange line.")
 
 
-def heat_panel(axes, replay, key, title):
-    ages = column(replay, "buffer", "age")
-    if not len(ages):
-        raise MissingData("the buffer was empty in every line of replay.jsonl")
-    age_edges = age_edges_of(replay, ages, 40)
-    iteration_edges = edges_of([record["iteration"] for record in replay], 160)
-    cells = heat(replay, key, age_edges, iteration_edges)
-    top = np.nanpercentile(cells, 99) if np.isfinite(cells).any() else 1
-    norm = LogNorm(top / 100, top, clip=True) if key == "mass" and top > 0 else None
-    mesh = axes.pcolormesh(iteration_edges - 0.5, age_edges, cells, cmap="cividis", norm=norm)
-    axes.figure.colorbar(mesh, ax=axes, pad=0.02)
-    axes.set(title=title, xlabel="iteration", ylabel=age_label(replay), ylim=(age_edges[0], age_edges[-1]))
-    axes.grid(False)
+def banded(axes, replay, part, key, title, ylabel, of):
+    """Mean and spread, by age, of what one line of replay.jsonl says of `of`."""
+    ages, values = column(replay, part, "age"), column(replay, part, key)
+    if not np.isfinite(values).any():
+        raise MissingData(f"replay.jsonl has no {key} of what is {'held' if part == 'buffer' else part}")
+    centre, mean, low, high = grouped(ages, values, age_edges_of(replay, ages, 24)).T
+    axes.fill_between(centre, low, high, color=BLUE, alpha=0.2, linewidth=0, label=f"10 to 90 % of {of}")
+    axes.plot(centre, mean, color=BLUE, marker="o", markersize=4, label="mean")
+    axes.set(title=title, xlabel=age_label(replay), ylabel=ylabel)
 
 
 def priority_panel(axes, replay, metrics):
-    heat_panel(axes, replay, "priority", "Base priority of what is held")
-    return ("Before age decay. What one iteration sampled runs up a diagonal; bright ones teach more. All dark, late: solved, "
-            "or hopeless.")
-
-
-def mass_panel(axes, replay, metrics):
-    heat_panel(axes, replay, "mass", "Share of the sampling probability")
-    scales = [(line["iteration"], line["tau"] / line["alpha"]) for line in replay if line["tau"] and line["alpha"]]
-    if not scales:
-        return ("Where the draws go. There is no age decay here (tau infinite or alpha 0): brightness follows priority and "
-                "number alone.")
-    beyond = ", above the picture" if scales[-1][1] > axes.get_ylim()[1] else ""
-    axes.plot(*zip(*scales), color=ORANGE, linestyle="--", linewidth=2, scaley=False,
-              label=f"tau/alpha, at the end {scales[-1][1]:.3g}{beyond}")
-    axes.legend(loc="upper left")
-    return ("Where the draws go. It should fade above the dashed line, where an entry's weight has fallen to 1/e; a bright "
-            "top is stale data.")
+    banded(axes, replay, "buffer", "priority", "Base priority of what is held", "before age decay", "batches, all iterations")
+    tau, alpha = replay[-1]["tau"], replay[-1]["alpha"]
+    if not tau or not alpha:
+        return "There is no age decay here (tau infinite or alpha 0): draws follow the priority alone."
+    ages = axes.get_xlim()
+    beyond = ", beyond the picture" if tau / alpha > ages[1] else ""
+    axes.axvline(tau / alpha, color=ORANGE, linestyle="--", label=f"tau/alpha, at the end {tau / alpha:.3g}{beyond}")
+    axes.set_xlim(ages)
+    return ("High at the left: what is fresh teaches more. At the dashed line age has brought an entry's weight down to 1/e; "
+            "all low, late: solved, or hopeless.")
 
 
 def clip_panel(axes, replay, metrics):
-    ages, clipped = column(replay, "drawn", "age"), column(replay, "drawn", "clip_fraction")
-    if not np.isfinite(clipped).any():
-        raise MissingData("no drawn episode has a clip_fraction")
-    centre, mean, low, high = grouped(ages, clipped, age_edges_of(replay, ages, 24)).T
-    axes.fill_between(centre, low, high, color=BLUE, alpha=0.2, linewidth=0, label="10 to 90 % of episodes")
-    axes.plot(centre, mean, color=BLUE, marker="o", markersize=4, label="mean")
-    axes.set(title="Tokens outside the clip range", xlabel=age_label(replay), ylabel="share of an episode's tokens")
+    banded(axes, replay, "drawn", "clip_fraction", "Tokens outside the clip range", "share of an episode's tokens", "episodes")
     axes.set_ylim(bottom=0)
     return ("Outside it, a token that the update would push further out gets no gradient. The higher the line climbs with "
             "age, the less that age still teaches: a shorter tau, or a max_age.")
@@ -197,7 +164,7 @@ def uses_panel(axes, replay, metrics):
             "again and again.")
 
 
-PANELS = (ages_panel, priority_panel, mass_panel, clip_panel, kl_panel, uses_panel)
+PANELS = (ages_panel, priority_panel, clip_panel, kl_panel, uses_panel)
 
 
 def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
@@ -207,6 +174,7 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(16, 9.5))
         grid = figure.subplots(2, 3)
+        grid[-1, -1].set_axis_off()  # there are five
         for axes, panel in zip(grid.flat, PANELS):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             try:
