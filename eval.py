@@ -9,7 +9,7 @@
     python eval.py replay runs/NAME                          # pictures of a run's replay
     python eval.py show runs/NAME                            # a run's episodes, to read
     python eval.py plan --mu 5 --alpha 0.1 --rho 0.1         # buffer size and reuse that theory advises
-    python eval.py fits                                      # the memory that training needs, and where it fits
+    python eval.py fits --model FOLDER_OR_HUB_ID             # the memory that training needs
 
 (each with --help). An evaluation that was stopped goes on where it was: what was played stands in eval_episodes.jsonl.
 """
@@ -177,8 +177,6 @@ class EvalArgs:
     """Turns after which an episode is cut."""
     max_new_tokens: int | None = None
     """Tokens a turn may have."""
-    format_penalty: float | None = None
-    """Taken off the training reward (not off the score) for a turn without a valid answer."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the weights."""
     trust_remote_code: bool | None = None

@@ -2,6 +2,7 @@
 import copy
 import functools
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -340,13 +341,11 @@ def tree_of(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
             [4, 0, 0]]), tensor([0, 1, 2, 5, 6]))
     """
     width = max(map(len, rows))
-    node_BT, places, before = np.zeros((len(rows), width), np.int64), [], None
+    node_BT, places, before = np.zeros((len(rows), width), np.int64), [], 0
     for row in sorted(range(len(rows)), key=rows.__getitem__):
-        length, shared = len(rows[row]), 0
-        if before is not None:
-            differs = [a != b for a, b in zip(rows[row], rows[before])]
-            shared = differs.index(True) if True in differs else len(differs)
-            node_BT[row, :shared] = node_BT[before, :shared]
+        length = len(rows[row])
+        shared = len(os.path.commonprefix([rows[row], rows[before]])) if places else 0  # of any lists, not of paths only
+        node_BT[row, :shared] = node_BT[before, :shared]
         node_BT[row, shared:length] = len(places) + np.arange(length - shared)
         places += range(row * width + shared, row * width + length)
         before = row

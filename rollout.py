@@ -27,10 +27,10 @@ class Completion:
     finish_reason: str  # "stop": it ends in a stop token that was sampled, or in a stop string; "length": the limit was hit
 
 
-def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int], seeds: list[int], *,
-            max_turns: int, max_new_tokens: int, temperature: float, format_penalty: float, policy_step,
-            iteration: int, context_length: int, parallel: int = 512) -> tuple[list[Episode], list[list[dict]]]:
+def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int], seeds: list[int], *, parallel: int = 512,
+            **options) -> tuple[list[Episode], list[list[dict]]]:
     """Play one episode for each entry of `problem_ids`, `parallel` of them side by side; returns them and their transcripts.
+    The options are those of `play`.
 
     `seeds` decide everything random of an episode (the environment's noise and the sampled tokens). Advantages are
     zeros: `judge.add_advantages` fills them where the whole group is in sight. `policy_step` may be a function that is asked
@@ -40,11 +40,9 @@ def collect(engine, chat, make_env, problem_ids: list[int], group_ids: list[int]
     episodes, transcripts = [], []
     for first in range(0, len(problem_ids), parallel):
         part = slice(first, first + parallel)
-        for played, more in zip((episodes, transcripts), play(
-                engine, chat, make_env, problem_ids[part], group_ids[part], seeds[part], max_turns=max_turns,
-                max_new_tokens=max_new_tokens, temperature=temperature, format_penalty=format_penalty,
-                policy_step=policy_step, iteration=iteration, context_length=context_length)):
-            played += more
+        more, their_transcripts = play(engine, chat, make_env, problem_ids[part], group_ids[part], seeds[part], **options)
+        episodes += more
+        transcripts += their_transcripts
     return episodes, transcripts
 
 
@@ -174,8 +172,8 @@ def ended(game: Game, problem_id: int, group_id: int, iteration: int) -> Episode
         images=game.images if shows_images(game.env) else None, info=info)
 
 
-def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns, max_new_tokens, temperature, format_penalty,
-         policy_step, iteration, context_length):
+def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns: int, max_new_tokens: int, temperature: float,
+         format_penalty: float, policy_step, iteration: int, context_length: int):
     """`collect` of one batch of episodes."""
     step_now = policy_step if callable(policy_step) else lambda: policy_step
     envs = [make_env() for _ in problem_ids]

@@ -1,11 +1,10 @@
 """What fits where: the memory of a training process, counted tensor by tensor.
 
-    python eval.py fits                                      # the table of docs/memory.md
     python eval.py fits --model FOLDER --dtype bfloat16 --processes 8 --lora-rank 16 --tokens 8192
 
 Counted: weights, gradients, AdamW's two moments and its float32 masters of shorter weights, a reference, a critic, what a layer
 keeps of a micro-batch for the backward pass, the float32 logits of a chunk; and, while sampling, vLLM's weights and keys and
-values. The buffer is in the CPU's memory. tests/test_ranks.py compares it with what torch really allocates for small models;
+values. The buffer is in the CPU's memory. docs/memory.md has a table of common models. tests/test_ranks.py compares it with what torch really allocates for small models;
 nothing here was measured on a GPU.
 """
 from dataclasses import dataclass
@@ -17,22 +16,13 @@ import tyro
 from runtime.files import checkpoints, fail
 
 GIB = 2**30
-# numbers from the models' published config.json
-SHAPES = {
-    "Qwen2.5-0.5B": dict(hidden=896, intermediate=4864, layers=24, heads=14, kv_heads=2, head_dim=64, vocabulary=151936,
-                         tied=True),
-    "Qwen2.5-3B": dict(hidden=2048, intermediate=11008, layers=36, heads=16, kv_heads=2, head_dim=128, vocabulary=151936,
-                       tied=True),
-    "Qwen2.5-7B": dict(hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, head_dim=128, vocabulary=152064,
-                       tied=False)}
-CARDS = {"one 24 GB": (24e9 / GIB, 1), "one 80 GB": (80e9 / GIB, 1), "eight 80 GB": (80e9 / GIB, 8)}
 OVERHEAD = 1.5  # GiB of a GPU that CUDA's context, its libraries and fragments take
 
 
 @dataclass
 class FitsArgs:
-    model: str | None = None
-    """Folder of a model, a checkpoint or a run, a hub id, or smollm2. None: the table of docs/memory.md, which takes no flags."""
+    model: str
+    """Folder of a model, a checkpoint or a run, a hub id, or smollm2."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights (train.py takes float32 unless told otherwise)."""
     lora_rank: int = 0
@@ -126,26 +116,16 @@ def memory_gib(shape: dict, *, dtype: str = "bfloat16", lora_rank: int = 0, proc
     return sizes | {"training": sum(sizes.values()) - sizes["engine"], "sampling": resting + sizes["engine"]}
 
 
-def table() -> str:
-    """Markdown: GiB a GPU at the peak, and where that fits."""
-    lines = ["| policy | what is trained | " + " | ".join(CARDS) + " |", "|---|---" + "|---" * len(CARDS) + "|"]
-    kinds = {"all, float32": {"dtype": "float32"}, "all, bfloat16": {}, "LoRA, rank 16, bfloat16": {"lora_rank": 16}}
-    for name, shape in SHAPES.items():
-        for what, options in kinds.items():
-            cells = []
-            for card, processes in CARDS.values():
-                sizes = memory_gib(shape, processes=processes, **options)
-                needed = max(sizes["training"], sizes["sampling"]) + OVERHEAD
-                cells.append(f"{needed:.0f}" + ("" if needed <= card else ": no"))
-            lines.append(f"| {name} | {what} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def needed_gib(sizes: dict[str, float]) -> float:
+    """GiB that a GPU must have, from what `memory_gib` gives."""
+    return max(sizes["training"], sizes["sampling"]) + OVERHEAD
 
 
 def shape_from(model: str) -> dict:
     """The shape of what train.py or eval.py would load; exits with 2 where there is none."""
     if model in ("tiny", "tiny-vlm"):
         fail(f"--model {model} has about 1 M parameters and fits anywhere: give a folder, a hub id or smollm2")
-    # these import torch, which takes seconds, and the table needs none of them
+    # these import torch, which takes seconds
     from transformers import AutoConfig
 
     from envs import MissingData
@@ -163,10 +143,6 @@ def shape_from(model: str) -> dict:
 
 def main(argv: list[str]):
     arguments = tyro.cli(FitsArgs, args=argv, config=(tyro.conf.FlagConversionOff,), prog="eval.py fits", description=__doc__)
-    if argv and arguments.model is None:
-        fail(f"{' '.join(argv)}: without a model there is only the table of docs/memory.md, which takes no flags; add --model FOLDER")
-    if arguments.model is None:
-        return print(table())
     for name, least in (("processes", 1), ("tokens", 1), ("lora_rank", 0)):
         if getattr(arguments, name) < least:
             fail(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least {least}")
@@ -174,4 +150,4 @@ def main(argv: list[str]):
     sizes = memory_gib(shape_from(arguments.model), **options)
     for name, size in sizes.items():
         print(f"{name:12} {size:8.2f} GiB")
-    print(f"a GPU needs {max(sizes['training'], sizes['sampling']) + OVERHEAD:.1f} GiB, {OVERHEAD} of them for CUDA itself")
+    print(f"a GPU needs {needed_gib(sizes):.1f} GiB, {OVERHEAD} of them for CUDA itself")

@@ -9,7 +9,6 @@ from typing import Annotated
 import matplotlib
 import numpy as np
 import tyro
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -51,26 +50,11 @@ def age_edges_of(replay: list[dict], ages, most: int) -> np.ndarray:
 
 
 def grouped(ages: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """(rows, 5): centre, mean, 10th, 50th and 90th percentile of the values of each bin that has any; NaNs left out."""
+    """(rows, 4): centre, mean, 10th and 90th percentile of the values of each bin that has any; NaNs left out."""
     ages, values = ages[np.isfinite(values)], values[np.isfinite(values)]
     bins = np.digitize(ages, edges) - 1
     return np.array([[(edges[index] + edges[index + 1] - 1) / 2, values[bins == index].mean(),
-                      *np.percentile(values[bins == index], (10, 50, 90))] for index in np.unique(bins)]).reshape(-1, 5)
-
-
-def heat(records: list[dict], key: str, age_edges: np.ndarray, iteration_edges: np.ndarray) -> np.ndarray:
-    """(ages, iterations): the mean priority of the entries of a cell, or the mean sampling mass of an iteration there; NaN
-    where the buffer held nothing, or nothing was written."""
-    ages, counts, values = (column(records, "buffer", name) for name in ("age", "count", key))
-    lines = [record["iteration"] for record in records]
-    iterations = np.repeat(lines, [len(record["buffer"]["age"]) for record in records])
-    known = np.isfinite(values)
-    places = ages[known], iterations[known], (age_edges, iteration_edges)
-    weights = values * counts if key == "priority" else values
-    held, _, _ = np.histogram2d(*places, weights=counts[known])
-    total, _, _ = np.histogram2d(*places, weights=weights[known])
-    of = held if key == "priority" else np.histogram(lines, iteration_edges)[0]
-    return np.divide(total, of, out=np.full(held.shape, np.nan), where=held > 0)
+                      *np.percentile(values[bins == index], (10, 90))] for index in np.unique(bins)]).reshape(-1, 4)
 
 
 def drift(ages: np.ndarray, kl: np.ndarray) -> dict | None:
@@ -115,60 +99,32 @@ def ages_panel(axes, replay, metrics):
             "should roughly follow the orange line.")
 
 
-def heat_panel(axes, replay, key, title):
-    ages = column(replay, "buffer", "age")
-    if not len(ages):
-        raise MissingData("the buffer was empty in every line of replay.jsonl")
-    age_edges = age_edges_of(replay, ages, 40)
-    iteration_edges = edges_of([record["iteration"] for record in replay], 160)
-    cells = heat(replay, key, age_edges, iteration_edges)
-    top = np.nanpercentile(cells, 99) if np.isfinite(cells).any() else 1
-    norm = LogNorm(top / 100, top, clip=True) if key == "mass" and top > 0 else None
-    mesh = axes.pcolormesh(iteration_edges - 0.5, age_edges, cells, cmap="cividis", norm=norm)
-    axes.figure.colorbar(mesh, ax=axes, pad=0.02)
-    axes.set(title=title, xlabel="iteration", ylabel=age_label(replay), ylim=(age_edges[0], age_edges[-1]))
-    axes.grid(False)
-
-
-def priority_panel(axes, replay, metrics):
-    heat_panel(axes, replay, "priority", "Base priority of what is held")
-    return ("Before age decay. What one iteration sampled runs up a diagonal; bright ones teach more. All dark, late: solved, "
-            "or hopeless.")
-
-
-def mass_panel(axes, replay, metrics):
-    heat_panel(axes, replay, "mass", "Share of the sampling probability")
-    scales = [(line["iteration"], line["tau"] / line["alpha"]) for line in replay if line["tau"] and line["alpha"]]
-    if not scales:
-        return ("Where the draws go. There is no age decay here (tau infinite or alpha 0): brightness follows priority and "
-                "number alone.")
-    beyond = ", above the picture" if scales[-1][1] > axes.get_ylim()[1] else ""
-    axes.plot(*zip(*scales), color=ORANGE, linestyle="--", linewidth=2, scaley=False,
-              label=f"tau/alpha, at the end {scales[-1][1]:.3g}{beyond}")
-    axes.legend(loc="upper left")
-    return ("Where the draws go. It should fade above the dashed line, where an entry's weight has fallen to 1/e; a bright "
-            "top is stale data.")
-
-
-def banded(axes, replay, key, title, ylabel, middle):
-    ages, values = column(replay, "drawn", "age"), column(replay, "drawn", key)
+def banded(axes, replay, part, key, title, ylabel, of):
+    """Mean and spread, by age, of what one line of replay.jsonl says of `of`."""
+    ages, values = column(replay, part, "age"), column(replay, part, key)
     if not np.isfinite(values).any():
-        raise MissingData(f"no drawn episode has a {key}")
-    centre, mean, low, median, high = grouped(ages, values, age_edges_of(replay, ages, 24)).T
-    axes.fill_between(centre, low, high, color=BLUE, alpha=0.2, linewidth=0, label="10 to 90 % of episodes")
-    axes.plot(centre, {"mean": mean, "median": median}[middle], color=BLUE, marker="o", markersize=4, label=middle)
+        raise MissingData(f"replay.jsonl has no {key} of what is {'held' if part == 'buffer' else part}")
+    centre, mean, low, high = grouped(ages, values, age_edges_of(replay, ages, 24)).T
+    axes.fill_between(centre, low, high, color=BLUE, alpha=0.2, linewidth=0, label=f"10 to 90 % of {of}")
+    axes.plot(centre, mean, color=BLUE, marker="o", markersize=4, label="mean")
     axes.set(title=title, xlabel=age_label(replay), ylabel=ylabel)
 
 
-def ratio_panel(axes, replay, metrics):
-    banded(axes, replay, "ratio", "Ratio current / sampling policy", "mean token ratio of an episode", "median")
-    axes.axhline(1, color=GREY, linestyle=":")
-    return ("At 1 the policy still gives these tokens the probability they were sampled with. A band that widens with age: "
-            "the data goes stale.")
+def priority_panel(axes, replay, metrics):
+    banded(axes, replay, "buffer", "priority", "Base priority of what is held", "before age decay", "batches, all iterations")
+    tau, alpha = replay[-1]["tau"], replay[-1]["alpha"]
+    if not tau or not alpha:
+        return "There is no age decay here (tau infinite or alpha 0): draws follow the priority alone."
+    ages = axes.get_xlim()
+    beyond = ", beyond the picture" if tau / alpha > ages[1] else ""
+    axes.axvline(tau / alpha, color=ORANGE, linestyle="--", label=f"tau/alpha, at the end {tau / alpha:.3g}{beyond}")
+    axes.set_xlim(ages)
+    return ("High at the left: what is fresh teaches more. At the dashed line age has brought an entry's weight down to 1/e; "
+            "all low, late: solved, or hopeless.")
 
 
 def clip_panel(axes, replay, metrics):
-    banded(axes, replay, "clip_fraction", "Tokens outside the clip range", "share of an episode's tokens", "mean")
+    banded(axes, replay, "drawn", "clip_fraction", "Tokens outside the clip range", "share of an episode's tokens", "episodes")
     axes.set_ylim(bottom=0)
     return ("Outside it, a token that the update would push further out gets no gradient. The higher the line climbs with "
             "age, the less that age still teaches: a shorter tau, or a max_age.")
@@ -196,18 +152,6 @@ def kl_panel(axes, replay, metrics):
     return said + " Drawn episodes are not a fair sample: read the slope as a rough size."
 
 
-def ess_panel(axes, replay, metrics):
-    curves = (("replay/ess_token", BLUE, "replayed, a token"), ("replay/ess_sequence", ORANGE, "replayed, a sequence"),
-              ("fresh/ess_token", GREY, "fresh, a token"))
-    if not any(series(metrics, key)[0] for key, _, _ in curves):
-        raise MissingData("metrics.jsonl has no replay/ess_token (an effective sample size)")
-    for key, colour, label in curves:
-        axes.plot(*series(metrics, key), color=colour, label=label)
-    axes.set(title="Effective sample size", xlabel="iteration", ylabel="share of the batch", ylim=(0, 1.05))
-    return ("1: all replayed tokens count alike. Falling: a few with large ratios decide the step. Tokens below about 0.5: "
-            "replay less, or fresher.")
-
-
 def uses_panel(axes, replay, metrics):
     uses = np.array(replay[-1]["uses"], np.float64)
     if not uses.sum():
@@ -220,20 +164,7 @@ def uses_panel(axes, replay, metrics):
             "again and again.")
 
 
-def signal_panel(axes, replay, metrics):
-    drawn = [(record["iteration"], np.nanmean(signal)) for record in replay
-             if np.isfinite(signal := column([record], "drawn", "signal")).any()]
-    fresh = series(metrics, "fresh/signal_share")
-    if not drawn and not fresh[0]:
-        raise MissingData("neither file says which rows had an advantage other than 0")
-    axes.plot(*fresh, color=GREY, label="fresh")
-    axes.plot(*zip(*drawn) if drawn else ((), ()), color=BLUE, label="replayed")
-    axes.set(title="Rows that carry signal", xlabel="iteration", ylabel="share of rows", ylim=(-0.03, 1.05))
-    return ("Signal: an advantage other than 0. Grey falls as groups become all right or all wrong; blue above it: replay "
-            "brings signal that fresh samples no longer have.")
-
-
-PANELS = (ages_panel, priority_panel, mass_panel, ratio_panel, clip_panel, kl_panel, ess_panel, uses_panel, signal_panel)
+PANELS = (ages_panel, priority_panel, clip_panel, kl_panel, uses_panel)
 
 
 def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
@@ -241,8 +172,9 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
     style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9.5,
              "axes.titlesize": 11.5, "axes.titleweight": "bold", "legend.fontsize": 8.5, "legend.framealpha": 0.85}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(16, 14))
-        grid = figure.subplots(3, 3)
+        figure = Figure(figsize=(16, 9.5))
+        grid = figure.subplots(2, 3)
+        grid[-1, -1].set_axis_off()  # there are five
         for axes, panel in zip(grid.flat, PANELS):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             try:
@@ -255,7 +187,7 @@ def plot_replay(replay: list[dict], metrics: list[dict], title: str, out: Path):
                 axes.legend()
             axes.text(0, -0.19, textwrap.fill(sentence, 68), transform=axes.transAxes, va="top", fontsize=9.5, color="#333333")
         figure.suptitle(title.replace("$", r"\$"), x=0.05, y=0.985, ha="left", fontsize=14)
-        figure.subplots_adjust(left=0.05, right=0.98, top=0.93, bottom=0.09, wspace=0.2, hspace=0.55)
+        figure.subplots_adjust(left=0.05, right=0.98, top=0.9, bottom=0.13, wspace=0.2, hspace=0.55)
         figure.savefig(temporary_of(out), dpi=120, format="png")
     os.replace(temporary_of(out), out)
 

@@ -55,19 +55,6 @@ def checked(record: dict) -> dict:
                       for key, values in lists.items()}
 
 
-def chosen(count: int, limit: int) -> list[int]:
-    """Which of `count` episodes a page of `limit` shows: all, or half the newest and half spread evenly over the rest.
-
-    >>> chosen(3, 500), chosen(100, 6)
-    ([0, 1, 2], [0, 48, 96, 97, 98, 99])
-    """
-    if count <= limit:
-        return list(range(count))
-    newest = (limit + 1) // 2
-    spread = np.linspace(0, count - newest - 1, limit - newest).round().astype(int)
-    return [*spread.tolist(), *range(count - newest, count)]
-
-
 def image_uri(run: Path, name: str) -> str:
     """The PNG or JPEG file `name` of the run folder as a data: address; ValueError, by name, for anything else."""
     try:
@@ -98,8 +85,8 @@ def page_data(path: Path, limit: int) -> dict:
             except (ValueError, RecursionError) as error:
                 broken.append({"line": line_number, "why": str(error)})
         episodes = []
-        for place in chosen(len(places), limit):
-            line_number, start = places[place]
+        spread = np.linspace(len(places) - 1, 0, min(len(places), limit)).round().astype(int)[::-1]
+        for line_number, start in [places[place] for place in spread]:
             file.seek(start)
             episodes.append(checked(parsed(file.readline())) | {"line": line_number})
     images, refused = {}, {}
@@ -141,7 +128,7 @@ class ShowArgs:
     out: str | None = None
     """The file to write. None: in the run's folder, episodes.html."""
     max_episodes: int = 500
-    """Episodes in the page; of more, the newest half and an even spread of the others."""
+    """Episodes in the page; of more, an even spread from the first to the last."""
 
 
 def main(argv: list[str]) -> Path:

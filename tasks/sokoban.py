@@ -3,7 +3,6 @@
 A set of cells is an int here: cell (row, column) is its bit row * width + column.
 """
 import functools
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,18 +112,6 @@ def generated_room(problem_id: int, size: int, boxes: int, max_moves: int) -> Ro
                      "allow more moves or fewer boxes")
 
 
-def expand(solution: str) -> str:
-    """A published solution move by move: a number repeats the move or the group after it.
-
-    >>> expand("3l2(du)R")
-    'lllduduR'
-    """
-    solution = "".join(solution.split())
-    while "(" in solution:
-        solution = re.sub(r"(\d*)\(([^()]*)\)", lambda group: expand(group[2]) * int(group[1] or 1), solution)
-    return "".join(move * int(count or 1) for count, move in re.findall(r"(\d*)([udlrUDLR])", solution))
-
-
 def read_level(path: Path) -> Room:
     """A level in the usual text form: # wall, @ player, $ box, . target; + and * are player and box on a target."""
     rows = [row for row in path.read_text("latin1").splitlines() if "#" in row and set(row) <= set("#@+$*. ")]
@@ -137,13 +124,13 @@ def read_level(path: Path) -> Room:
 
 
 @functools.cache
-def published_levels(collection: str) -> list[tuple[Room, int]]:
-    """(room, moves of the published solution) of all "microban" or "sasquatch" levels, in the order of their files."""
+def published_levels(collection: str) -> list[Room]:
+    """All "microban" or "sasquatch" levels, in the order of their files."""
     paths = sorted(LEVELS.glob(f"{collection}*.sok"))
     if not paths:
         raise MissingData(f"the {collection} levels of Sokoban are in Debian's package cavepacker-data: `make data` "
                           "installs it (apt-get install cavepacker-data)")
-    return [(read_level(path), len(expand(path.with_suffix(".sol").read_text("latin1")))) for path in paths]
+    return [read_level(path) for path in paths]
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -160,7 +147,7 @@ def room_content(room: Room) -> str:
 
 @functools.cache
 def level_contents(collection: str) -> set[str]:
-    return {room_content(room) for room, _ in published_levels(collection)}
+    return {room_content(room) for room in published_levels(collection)}
 
 
 @functools.cache
@@ -175,8 +162,7 @@ class Sokoban(BoardGame):
 
     A problem id is the seed of a room of `size` x `size` cells, walls included, which `max_moves` moves solve (0: 10 a
     box). With levels="microban" or "sasquatch" the held-out problems are David W. Skinner's published levels of at most
-    `level_size` rows and columns, and `max_moves` moves in the published solution (0: any number); training rooms stay
-    generated. The FreshPER runs had size 6 with 1 box (Simple) and size 8 with 2 boxes (Hard).
+    `level_size` rows and columns, however long their solution; training rooms stay generated. The FreshPER runs had size 6 with 1 box (Simple) and size 8 with 2 boxes (Hard).
     """
     name, tiny_board = "sokoban", "first"
     role = "You are playing Sokoban."
@@ -203,16 +189,16 @@ class Sokoban(BoardGame):
         if self.levels == "generated" or split != "heldout":
             return super().problems(split, count)
         fitting = {}  # by content: some levels were published twice
-        for number, (room, moves) in enumerate(published_levels(self.levels)):
-            if max(room.width, room.height) <= self.level_size and (self.max_moves == 0 or moves <= self.max_moves):
+        for number, room in enumerate(published_levels(self.levels)):
+            if max(room.width, room.height) <= self.level_size:
                 fitting.setdefault(room_content(room), FIRST_LEVEL_ID + number)
-        require(count <= len(fitting), f"{len(fitting)} {self.levels} levels fit level_size={self.level_size} and "
-                f"max_moves={self.max_moves}, {count} were asked for")
+        require(count <= len(fitting),
+                f"{len(fitting)} {self.levels} levels fit level_size={self.level_size}, {count} were asked for")
         return list(fitting.values())[:count]
 
     def room_of(self, problem_id: int) -> Room:
         if problem_id >= FIRST_LEVEL_ID:
-            return published_levels(self.levels)[problem_id - FIRST_LEVEL_ID][0]
+            return published_levels(self.levels)[problem_id - FIRST_LEVEL_ID]
         return generated_room(problem_id, self.size, self.boxes, self.max_moves or 10 * self.boxes)
 
     def content(self, problem_id: int) -> str:

@@ -7,28 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from look.planner import best_feasible, feasible, main, objective, samplers_per_trainer, step_cost, unconstrained
+from look.planner import best_plan, main, objective, step_cost
 
 TABLE = [  # mu, rho, alpha, x*, y* as the notes on the paper list them, each with the step of its last digit
     (1, 0.1, 0.1, 6.667, 2.000, 1e-3), (4, 0.1, 0.1, 12.871, 4.745, 1e-3), (4, 1, 0.1, 2.514, 1.692, 1e-3),
-    (4, 1, 0.2, 0.865, 1.362, 1e-3), (6.84, 1, 0.1, 2.77, 2.24, 1e-2), (6.84, 0.1, 0.1, 15.71, 6.46, 1e-2),
-    (6.84, 0.1, 0.2, 4.80, 4.71, 1e-2), (5.28, 0.1, 0.1, 14.32, 5.58, 1e-2), (5.28, 1, 0.1, 2.65, 1.96, 1e-2),
-    (5.28, 1, 0.2, 0.92, 1.59, 1e-2)]
+    (6.84, 1, 0.1, 2.77, 2.24, 1e-2), (6.84, 0.1, 0.1, 15.71, 6.46, 1e-2),
+    (6.84, 0.1, 0.2, 4.80, 4.71, 1e-2), (5.28, 0.1, 0.1, 14.32, 5.58, 1e-2), (5.28, 1, 0.1, 2.65, 1.96, 1e-2)]
 SETTINGS = [(mu, alpha, rho) for mu in (0.5, 1, 5.28) for alpha in (0.05, 0.2, 0.4) for rho in (0, 0.1, 1)]
 
 
 @pytest.mark.parametrize("mu, rho, alpha, x, y, digit", TABLE)
 def test_the_optimum_is_that_of_the_table(mu, rho, alpha, x, y, digit):
-    assert unconstrained(mu, alpha, rho) == (pytest.approx(x, abs=0.51 * digit), pytest.approx(y, abs=0.51 * digit))
+    assert best_plan(mu, alpha, rho) == (pytest.approx(x, abs=0.51 * digit), pytest.approx(y, abs=0.51 * digit))
 
 
 def test_optimum_by_hand():
-    """rho = 0: y = mu (1 - 2a)/(2a) = 4 * 0.8/0.2. rho = 1/mu: y = (-1/4 + sqrt(1/16 + 1/2))/(1/4) = (-1/4 + 3/4) * 4,
-    and x = y^2/(2 a (mu + y)) = 4/(0.5 * 6)."""
-    assert unconstrained(4, 0.1, 0) == (pytest.approx(256 / (0.2 * 20)), pytest.approx(16))
-    assert unconstrained(4, 0.25, 0.25) == (pytest.approx(4 / 3), pytest.approx(2))
-    assert unconstrained(4, 0.1, 1e-12) == (pytest.approx(64), pytest.approx(16))
-    assert unconstrained(4, 0.5, 0.1) == unconstrained(4, 0.7, 0.1) == (0, 0)
+    """rho = 0: y = mu (1 - 2a)/(2a) = 4 * 0.8/0.2, and x = y^2/(2 a (mu + y)) = 256/(0.2 * 20)."""
+    assert best_plan(4, 0.1, 0) == (pytest.approx(64, rel=1e-4), pytest.approx(16, rel=1e-4))
+    assert best_plan(1e6, 1e-3, 0) == (pytest.approx(499e6**2 / (0.002 * 500e6), rel=1e-4), pytest.approx(499e6, rel=1e-4))
 
 
 def test_objective_by_hand():
@@ -40,48 +36,44 @@ def test_objective_by_hand():
 
 
 def test_the_papers_own_form_of_x_with_the_discriminant_set_right():
-    for mu, alpha, rho in SETTINGS:
-        if rho > 0 and mu * rho != 1:
-            share = alpha / mu + rho * (1 - 2 * alpha)
-            delta = 16 * alpha**2 / mu * (alpha**2 / mu + rho * (1 - 2 * alpha))
-            x = (-4 * alpha * share + math.sqrt(delta)) / (8 * alpha**2 * rho * (1 / mu - rho))
-            assert unconstrained(mu, alpha, rho)[0] == pytest.approx(x)
+    for mu, alpha, rho in [(5.28, 0.05, 0.1), (5.28, 0.05, 1), (5.28, 0.1, 1), (1, 0.05, 0.1)]:  # neither bound is met
+        share = alpha / mu + rho * (1 - 2 * alpha)
+        delta = 16 * alpha**2 / mu * (alpha**2 / mu + rho * (1 - 2 * alpha))
+        x = (-4 * alpha * share + math.sqrt(delta)) / (8 * alpha**2 * rho * (1 / mu - rho))
+        assert best_plan(mu, alpha, rho)[0] == pytest.approx(x, rel=1e-4)
 
 
 @pytest.mark.parametrize("mu, alpha, rho", SETTINGS)
-@pytest.mark.parametrize("bound", [True, False])
-def test_no_point_of_a_grid_is_better(mu, alpha, rho, bound):
-    """On 400 x 400 points, 3.5 % apart in x and y: at the grid's best, both lie within two steps of the formula's."""
+def test_no_point_of_a_grid_is_better(mu, alpha, rho):
+    """On 400 x 400 points, 3.5 % apart in x and y: at the grid's best, both lie within two steps of the plan."""
     grid = np.exp(np.linspace(math.log(1e-2), math.log(1e4), 400))
     grid[np.abs(grid - 1).argmin()] = 1  # the bound of x
     x, y = np.meshgrid(grid, grid, indexing="ij")
-    values = np.where((x >= 1) & (y <= x) if bound else True, objective(x, y, mu, alpha, rho), np.inf)
-    best_x, best_y = best_feasible(mu, alpha, rho) if bound else unconstrained(mu, alpha, rho)
+    values = np.where((x >= 1) & (y <= x), objective(x, y, mu, alpha, rho), np.inf)
+    best_x, best_y = best_plan(mu, alpha, rho)
     place = np.unravel_index(values.argmin(), values.shape)
     value = objective(best_x, best_y, mu, alpha, rho)
-    assert value <= values.min() * (1 + 1e-12) and values.min() <= value * 1.002
-    assert 1e-2 < best_x < 1e4
+    assert value <= values.min() * (1 + 1e-9) and values.min() <= value * 1.002
+    assert best_x >= 1 and best_y <= best_x < 1e4
     assert (x[place], y[place]) == (pytest.approx(best_x, rel=0.07), pytest.approx(best_y, rel=0.07))
-    assert not bound or feasible(best_x, best_y)
 
 
 @given(st.floats(-3, 3), st.floats(1e-3, 2), st.floats(0, 1), st.floats(0, 9), st.floats(0, 9))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_feasible_choice_is_better_than_the_plan(log_mu, alpha, rho, log_x, below):
     mu, x = math.exp(log_mu), math.exp(log_x)
-    best = best_feasible(mu, alpha, rho)
-    assert feasible(*best)
+    best = best_plan(mu, alpha, rho)
+    assert best[0] >= 1 and best[1] <= best[0]
     assert objective(*best, mu, alpha, rho) <= objective(x, x * math.exp(-below), mu, alpha, rho) * (1 + 1e-9)
 
 
-def test_projection_by_hand():
+def test_bounds_by_hand():
     """At (4, 1/4, 1/4), y* = 2 is above x* = 4/3, so x = y with 0.375 x^2 + 1.5 x = 4. From alpha = 1/2 on, x = 1, and
     y = 1 where mu >= 1 + rho, else sqrt(mu/(1 + rho))."""
     x = (-1.5 + math.sqrt(2.25 + 6)) / 0.75
-    assert best_feasible(4, 0.25, 0.25) == (pytest.approx(x), pytest.approx(x))
-    assert best_feasible(4, 0.6, 0.2) == best_feasible(1.2, 0.5, 0.2) == (1, 1)
-    assert best_feasible(0.3, 0.6, 0.2) == (1, pytest.approx(0.5))
-    assert best_feasible(1, 0.1, 0.1) == unconstrained(1, 0.1, 0.1)
+    assert best_plan(4, 0.25, 0.25) == (pytest.approx(x, rel=1e-4), pytest.approx(x, rel=1e-4))
+    assert best_plan(4, 0.6, 0.2) == best_plan(1.2, 0.5, 0.2) == (1, 1)
+    assert best_plan(0.3, 0.6, 0.2) == (1, pytest.approx(0.5))
 
 
 @pytest.mark.parametrize("mu, costs", [(5.28, (1.274, 0.637, 0.425, 0.318, 0.212, 0.182)),
@@ -89,8 +81,7 @@ def test_projection_by_hand():
 def test_step_costs_are_those_of_the_table(mu, costs):
     for (samplers, trainers), cost in zip([(7, 1), (6, 2), (5, 3), (4, 4), (2, 6), (1, 7)], costs):
         y = mu * trainers / samplers
-        assert samplers_per_trainer(mu, y) == pytest.approx(samplers / trainers)
-        assert step_cost(mu, y) == pytest.approx(cost, abs=6e-4) == (1 + mu / y) / (1 + mu)
+        assert step_cost(mu, y) == pytest.approx(cost, abs=6e-4) == (1 + samplers / trainers) / (1 + mu)
 
 
 def simulate(mu: float, samplers: int, trainers: int, end: float, seed: int) -> tuple[int, int]:
@@ -115,7 +106,7 @@ def test_simulated_workers_reuse_as_the_compute_model_says(samplers, trainers):
     generated, trained = simulate(mu, samplers, trainers, end, seed=1)
     bound = 4 * math.sqrt(mu / (samplers * end) + 1 / (trainers * end))
     estimate = (trained / trainers) / (generated / samplers)  # of mu, from counts
-    ratio = samplers_per_trainer(mu, trained / generated)
+    ratio = mu / (trained / generated)
     assert math.log(ratio / (samplers / trainers)) == pytest.approx(0, abs=bound)
     assert math.log(estimate / mu) == pytest.approx(0, abs=bound)
 
@@ -127,15 +118,13 @@ def printed(capsys, *words):
 
 def test_plan_is_printed_to_two_decimals(capsys):
     text = printed(capsys, "--mu", 5.28, "--alpha", 0.1, "--rho", 0.1)
-    assert "N/R 14.32 " in text and "B/R 5.58 " in text and "W/T 0.95 " in text and "projected" not in text
+    assert "N/R 14.32 " in text and "B/R 5.58 " in text and "W/T 0.95 " in text
     assert "only these ratios" in text and "no saving can be predicted" in text
 
 
-def test_what_was_projected_is_said(capsys):
+def test_bounds_are_said(capsys):
     text = printed(capsys, "--mu", 4, "--alpha", 0.25, "--rho", 0.25)
-    assert "N/R 1.83 " in text and "B/R 1.83 " in text and "N/R 1.33 and B/R 2.00 break B <= N;" in text
-    text = printed(capsys, "--mu", 4, "--alpha", 0.2, "--rho", 1)
-    assert "N/R 0.86 and B/R 1.36 break N >= R and B <= N;" in text
+    assert "N/R 1.83 " in text and "B/R 1.83 " in text and "each batch is the whole buffer" in text
     text = printed(capsys, "--mu", 0.3, "--alpha", 0.6, "--rho", 0.2)
     assert "N/R 1.00 " in text and "Stay on-policy" in text and "at least 50% of the rollouts" in text
     assert "N/R is at its bound" in printed(capsys, "--mu", 1, "--alpha", 0.4, "--rho", 1)
@@ -158,7 +147,7 @@ def test_wrong_numbers_are_refused(name, value, capsys, tmp_path):
 def made_run(folder):
     """16 iterations of 10 new episodes, half of which are stored; each is trained on 4 times, a quarter of them with a signal."""
     folder.mkdir()
-    (folder / "config.yaml").write_text("replay: uniform\nunit: episode\nproblems_per_iteration: 5\n"
+    (folder / "config.yaml").write_text("replay: uniform\nreplay_options: {unit: episode}\nproblems_per_iteration: 5\n"
                                         "group_size: 2\ncapacity: 60\n")
     lines = [{"iteration": i, "step": 2 * i, "buffer/added_total": 5 * i, "cost/episodes_trained": 40 * i,
               "cost/episodes_computed": 10 * i, "cost/replay_ratio": 4.0, "time/mu": 100 / i if i < 16 else 5.0,
@@ -170,11 +159,11 @@ def made_run(folder):
 def test_a_plan_from_a_runs_records_says_where_its_numbers_come_from(tmp_path, capsys):
     run = made_run(tmp_path / "a")
     text = printed(capsys, "--from", run, "--alpha", 0.1)
-    x, y = best_feasible(5, 0.1, 0.1)
+    x, y = best_plan(5, 0.1, 0.1)
     assert "mu 5.00: the run's time/mu" in text and "25% of what was trained on had a signal" in text
     assert "for each such episode mu is 1.25" in text
     assert "rho 0.1: assumed; rho 0 would" in text and "rho 1 would give N/R {:.2f} and B/R {:.2f}".format(
-        *best_feasible(5, 0.1, 1)) in text
+        *best_plan(5, 0.1, 1)) in text
     assert f"N/R {x:.2f} " in text and f"B/R {y:.2f} " in text
     assert "replay ratio B/R 4.00 (R: all that was generated), gamma 0.38" in text
     # half are stored: R = 2.5

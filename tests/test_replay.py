@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from look import replay as replay_plots
-from look.replay import age_edges_of, drift, edges_of, grouped, heat, is_whole, main, series
+from look.replay import age_edges_of, drift, edges_of, grouped, is_whole, main, series
 from runtime.files import read_lines
 
 
@@ -49,31 +49,7 @@ def test_grouped_by_hand():
     rows = grouped(np.array([0, 1, 1, 4, 5]), np.array([1.0, 2, 6, 10, math.nan]), np.array([0, 2, 4, 6]))
     assert rows[:, 0].tolist() == [0.5, 4.5]  # no row for the empty bin, and no NaN in the last
     np.testing.assert_allclose(rows[:, 1], [3, 10])
-    np.testing.assert_allclose(rows[0, 2:], [1.2, 2, 5.2])  # percentiles of 1, 2, 6: 1 + 0.2, 2, 2 + 0.8 · 4
-
-
-def test_heat_by_hand():
-    first, second = a_line(1, ages=(0, 1)), a_line(2, ages=(0, 5))
-    first["buffer"] |= {"count": [1, 3], "priority": [0.2, 0.6], "mass": [0.25, 0.75]}
-    second["buffer"] |= {"count": [4, 4], "priority": [None, 1.0], "mass": [0.9, 0.1]}
-    ages, iterations = np.array([0, 2, 4, 6]), np.array([1, 2, 3])
-    empty = [math.nan, math.nan]
-    np.testing.assert_allclose(heat([first, second], "priority", ages, iterations), [[0.5, math.nan], empty, [math.nan, 1.0]])
-    np.testing.assert_allclose(heat([first, second], "mass", ages, iterations), [[1.0, 0.9], empty, [math.nan, 0.1]])
-    # both iterations in one column: priority is a mean over entries, mass one over iterations
-    np.testing.assert_allclose(heat([first, second], "mass", ages, np.array([1, 3]))[:, 0], [0.95, math.nan, 0.05])
-    first["buffer"]["priority"], second["buffer"]["priority"] = [0.2, 0.6], [0.8, 1.0]
-    np.testing.assert_allclose(heat([first, second], "priority", ages, np.array([1, 3]))[0, 0], (0.2 + 3 * 0.6 + 4 * 0.8) / 8)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 90), min_size=1, unique=True)), min_size=1, max_size=12))
-def test_mass_of_a_column_sums_to_one(lines):
-    lines = [a_line(iteration, sorted(ages)) for iteration, ages in lines]
-    ages = edges_of([age for line in lines for age in line["buffer"]["age"]], 7)
-    cells = heat(lines, "mass", ages, edges_of([line["iteration"] for line in lines], 5))
-    sums = np.nansum(cells, axis=0)
-    np.testing.assert_allclose(sums[~np.isnan(cells).all(axis=0)], 1)
+    np.testing.assert_allclose(rows[0, 2:], [1.2, 5.2])  # percentiles of 2, 6 and 1: 1 + 0.2, 2 + 0.8 · 4
 
 
 def test_drift_finds_the_line():
@@ -121,18 +97,17 @@ def drawn_text(monkeypatch, run):
 
 
 def test_the_picture_of_a_run(tmp_path, monkeypatch, capsys):
-    metrics = [{"iteration": iteration, "replay/ess_token": 0.9, "replay/ess_sequence": 0.4, "fresh/ess_token": 1.0,
-                "fresh/signal_share": 0.5, "replay/tokens_trained": 60} for iteration in range(1, 6)]
+    metrics = [{"iteration": iteration, "replay/tokens_trained": 60} for iteration in range(1, 6)]
     run = write(tmp_path / "run", [a_line(iteration) for iteration in range(1, 6)], metrics, end='{"cut')
     out, title, texts = drawn_text(monkeypatch, run)
-    assert out == run / "replay.png" and Image.open(out).size == (1920, 1680)
+    assert out == run / "replay.png" and Image.open(out).size == (1920, 1140)
     assert sorted(path.name for path in run.iterdir()) == ["metrics.jsonl", "replay.jsonl", "replay.png"]
     assert "15 draws up to iteration 5" in title and "tau 30, alpha 0.6, ages in steps" in title and "broken lines left out: 2" in title
-    assert len(texts) == 9 and not any("No picture" in text for text in texts.values())
+    assert len(texts) == 5 and not any("No picture" in text for text in texts.values())
     # KL 0.1, 0.2, 0.3 at ages 0, 3, 6: c = 1/30, so 1/c = 30 for a token; 20 tokens an episode: 1.5
     assert "0.1 + 0.033 age, R² 1.00" in texts["Drift: KL against age"]
     assert "1/c is 30 for a token, 1.5 for an episode of 20 tokens; the run's tau ends at 30" in texts["Drift: KL against age"]
-    assert "tau/alpha, at the end 50, above the picture" in texts["Share of the sampling probability"]
+    assert "tau/alpha, at the end 50, beyond the picture" in texts["Base priority of what is held"]
     assert "15 draws in 5 iterations, broken lines left out: 2" in capsys.readouterr().out
 
 
@@ -144,11 +119,10 @@ def test_pictures_of_odd_runs(tmp_path, monkeypatch, change):
     monkeypatch.setattr(replay_plots.Figure, "savefig", lambda figure, path, dpi, format: savefig(figure, path, dpi=15,
                                                                                                   format=format))
     _, _, texts = drawn_text(monkeypatch, write(tmp_path / "run", [a_line(7, **change)]))
-    assert "No picture: metrics.jsonl has no replay/ess_token" in texts["Ess"]
     if change.get("drawn") == ((), ()):
         assert texts["Ages"] == "No picture: nothing was drawn yet."
     if change in ({"tau": None}, {"alpha": 0}):
-        assert "no age decay" in texts["Share of the sampling probability"]
+        assert "no age decay" in texts["Base priority of what is held"]
 
 
 def test_main_refuses(tmp_path, capsys):

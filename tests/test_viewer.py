@@ -16,7 +16,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from look.viewer import checked, chosen, image_uri, main, page, page_data
+from look.viewer import checked, image_uri, main, page, page_data
 
 ATTACKS = ["</script><script>alert(1)</script>", "<!--<script>", "</script x", "<!--<script ", "<img src=x onerror=alert(1)>",
            "a\u2028b\u2029c", "{{POLICY}}", "{{DATA}}", "\u202e\u2066gnp.evil\u2069", "\ud800 alone", "\x00\x1b[31m", "&lt;b&gt;",
@@ -78,21 +78,10 @@ class Page(HTMLParser):
             self.inside[-1] += text
 
 
-def test_chosen_by_hand():
-    assert chosen(0, 5) == [] and chosen(5, 5) == [0, 1, 2, 3, 4]
-    assert chosen(10, 1) == [9] and chosen(10, 4) == [0, 7, 8, 9]  # two newest, 0 and the last of the others
-
-
-@given(st.integers(0, 3000), st.integers(1, 600))
-def test_chosen_keeps_the_newest_half_and_a_spread(count, limit):
-    places = chosen(count, limit)
-    assert len(places) == min(count, limit) and places == sorted(set(places))
-    if count > limit:
-        newest = (limit + 1) // 2
-        assert places[-newest:] == list(range(count - newest, count))
-        others = places[:-newest]
-        gaps = [after - before for before, after in zip(others, others[1:])]
-        assert not others or others[0] == 0 and max(gaps, default=0) - min(gaps, default=0) <= 1
+@pytest.mark.parametrize("limit, shown", [(20, range(1, 11)), (10, range(1, 11)), (4, [1, 4, 7, 10]), (1, [10])])
+def test_of_many_episodes_an_even_spread_is_shown(tmp_path, limit, shown):
+    data = page_data(write(tmp_path, *[an_episode(iteration) for iteration in range(1, 11)]), limit)
+    assert [episode["iteration"] for episode in data["episodes"]] == list(shown) and data["total"] == 10
 
 
 def test_data_of_a_run(tmp_path):
@@ -217,7 +206,7 @@ def test_main_writes_a_page_and_says_what_is_missing(tmp_path, capsys):
     run = write(tmp_path / "run", *(an_episode(iteration) for iteration in range(1, 8)), '{"cut').parent
     out = main([str(run), "--max-episodes", "4"])
     assert out == run / "episodes.html" and "4 of 7 episodes" in (said := capsys.readouterr().out) and "broken lines left out: 1" in said
-    assert [episode["line"] for episode in json.loads(Page(out.read_text()).scripts[0])["episodes"]] == [1, 5, 6, 7]
+    assert [episode["line"] for episode in json.loads(Page(out.read_text()).scripts[0])["episodes"]] == [1, 3, 5, 7]
     assert sorted(path.name for path in run.iterdir()) == ["episodes.html", "episodes.jsonl"]  # no temporary file stays
     assert main([str(run), "--out", str(tmp_path / "other.html")]).is_file()
 
