@@ -89,8 +89,8 @@ class Args:
     """A chat template that shows earlier answers otherwise than they were sampled (drops their thinking), in tasks of several
     turns. refuse: an error at the start. keep: go on with what was sampled, which is what is trained on."""
     problem_sampler: Literal[MODES] = "shuffled"
-    """Which problems are asked: shuffled (all of them before one comes again), uniform (drawn anew each time), or by how undecided the
-    policy is on them (p(1-p) of its success rate p)."""
+    """Which problems are asked: shuffled (all of them before one comes again), uniform (drawn anew each time), or by how undecided
+    the policy is on them (p(1-p) of its success rate p)."""
     problem_options: dict[str, str] = field(default_factory=dict)
     """Of --problem-sampler, see --list: the estimate of success rates, retests, and what one sampler alone needs."""
 
@@ -138,7 +138,7 @@ class Args:
     kl_coef: float = 0.0
     """Weight of the KL to the reference, which is the policy at the start; 0: there is no reference."""
     critic_lr: float = 1e-3
-    """Learning rate of the critic (ppo). 1e-3 is for the tiny policies, 1e-5 the default for others, of whose layers it is a copy."""
+    """Learning rate of the critic (ppo). For other models than the tiny ones, of whose layers it is a copy, the default is 1e-5."""
     critic_warmup: int = 0
     """Updates, the first ones, that train the critic alone (ppo)."""
     replay_advantage: Literal["stored", "vtrace"] = "stored"

@@ -289,7 +289,7 @@ def planned_updates(args) -> tuple[int, int]:
 
 
 def follow_plan(learner: Learner, buffer, iteration: int):
-    """Learning rate and beta follow the share of iterations that is done: updates which find nothing to learn from change neither."""
+    """Learning rate and beta follow the share of iterations that is done: updates that find nothing to learn change neither."""
     learner.place = (iteration - 1) * sum(planned_updates(learner.args))
     if buffer is not None:
         buffer.progress = (iteration - 1) / max(1, learner.args.iterations - 1)

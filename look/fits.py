@@ -4,8 +4,8 @@
 
 Counted: weights, gradients, AdamW's two moments and its float32 masters of shorter weights, a reference, a critic, what a layer
 keeps of a micro-batch for the backward pass, the float32 logits of a chunk; and, while sampling, vLLM's weights and keys and
-values. The buffer is in the CPU's memory. docs/memory.md has a table of common models. tests/test_ranks.py compares it with what torch really allocates for small models;
-nothing here was measured on a GPU.
+values. The buffer is in the CPU's memory. docs/memory.md has a table of common models. tests/test_ranks.py compares this with what
+torch really allocates for small models; nothing here was measured on a GPU.
 """
 from dataclasses import dataclass
 from pathlib import Path

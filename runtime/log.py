@@ -196,7 +196,8 @@ class RunLog:
         args, method = self.args, method_of(asdict(self.args))
         tags = [Path(args.env).name, args.algo, f"replay {args.replay}", *(args.wandb_tags or "").split(",")]
         run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, name=self.run.name, dir=str(self.run), mode=mode,
-                         config=asdict(args) | {"code": self.code}, id=path.read_text(), resume="allow", tags=[tag[:64] for tag in tags if tag],
+                         config=asdict(args) | {"code": self.code}, id=path.read_text(), resume="allow",
+                         tags=[tag[:64] for tag in tags if tag],
                          group=f"{Path(args.env).name}-{args.algo}-{args.replay}-{method}",
                          settings=wandb.Settings(silent=True, console="off"))
         run.define_metric("eval/*", step_metric="episodes")

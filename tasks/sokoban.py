@@ -162,7 +162,8 @@ class Sokoban(BoardGame):
 
     A problem id is the seed of a room of `size` x `size` cells, walls included, which `max_moves` moves solve (0: 10 a
     box). With levels="microban" or "sasquatch" the held-out problems are David W. Skinner's published levels of at most
-    `level_size` rows and columns, however long their solution; training rooms stay generated. The FreshPER runs had size 6 with 1 box (Simple) and size 8 with 2 boxes (Hard).
+    `level_size` rows and columns, however long their solution; training rooms stay generated. The FreshPER runs had size 6
+    with 1 box (Simple) and size 8 with 2 boxes (Hard).
     """
     name, tiny_board = "sokoban", "first"
     role = "You are playing Sokoban."
