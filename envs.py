@@ -7,7 +7,7 @@
     reset(problem_id, seed)     start an episode; returns the first user message. The seed decides all noise
     step(answer)                play the model's text, whatever it is; returns (next user message, score, done, valid)
     render()                    the state as text for people
-    success, info               whether the episode so far counts as solved; a dict of extras (numbers are logged)
+    success, info               True where the episode so far counts as solved; a dict of extras (numbers are logged)
     image()                     the state as (H, W, 3) uint8 pixels, None where a message needs none: tasks with pictures only
     view                        "image": messages show image() to the policy; "blank": a black one of its size, the control that
                                 tells whether the policy looks; "text" (or no such member): none
@@ -30,7 +30,9 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from episode import one_of, require
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
-ANSWER = re.compile(r"<answer>\s*([A-Za-z]{1,10})\s*</answer>", re.IGNORECASE | re.ASCII)
+ANSWER = re.compile(r"<answer>\s*[*_`]*([A-Za-z]{1,10})[*_`]*\s*</answer>", re.IGNORECASE | re.ASCII)
+EACH_TURN = ("Each turn, answer with one move: Left, Down, Right or Up, like <answer>Left</answer>. Anything else is a turn "
+             "without a move.\n")
 
 
 class MissingData(RuntimeError):
@@ -38,19 +40,23 @@ class MissingData(RuntimeError):
     which installs it."""
 
 
-def parse_answer(text: str, allowed: list[str]) -> int | None:
-    """Index of the one allowed word inside the one <answer> tag of `text`; None when there is none or more than one.
+def after_thoughts(text: str) -> str:
+    """What follows the last </think>, up to a thought that is not closed, since the length cut it."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
 
-    >>> parse_answer("I go <answer> down </answer>", ["Left", "Down"])
-    1
-    >>> parse_answer("<answer>Left</answer><answer>Down</answer>", ["Left", "Down"]) is None
-    True
+
+def parse_answer(text: str, allowed: list[str]) -> int | None:
+    """Index of the one allowed word, bold or not, in the one <answer> tag after the thoughts; None for none and for several.
+
+    >>> parse_answer("I go <answer> up </answer>", ["Up", "Down"]), parse_answer("<answer>Up</answer><answer>Up</answer>", ["Up"])
+    (0, None)
     """
+    text = after_thoughts(text)
     answers = ANSWER.findall(text)
     if len(answers) != 1 or text.lower().count("<answer>") != 1:
         return None
-    words = [word.lower() for word in allowed]
-    return words.index(answers[0].lower()) if answers[0].lower() in words else None
+    places = {word.lower(): place for place, word in enumerate(allowed)}
+    return places.get(answers[0].lower())
 
 
 class BoardGame:
@@ -75,14 +81,12 @@ class BoardGame:
         self.start(int(problem_id), int(seed))
         if self.prompt == "tiny":
             return f"{self.short_rules()}\n{self.observation(first=True)}".rstrip()
+        start = f"{self.role} {self.rules()}\n"
         if self.view != "text":
-            return (f"{self.role} {self.rules()}\nThe picture shows the board: {self.picture}.\nEach turn, answer with one move: "
-                    "Left, Down, Right or Up, like <answer>Left</answer>. Anything else is a turn without a move.\n"
-                    f"{self.observation()}")
+            return f"{start}The picture shows the board: {self.picture}.\n{EACH_TURN}{self.observation()}"
         board, move = self.example
-        return (f"{self.role} {self.rules()}\nSymbols: {self.legend}.\nEach turn, answer with one move: Left, Down, "
-                "Right or Up, like <answer>Left</answer>. Anything else is a turn without a move.\nExample: the board\n"
-                f"{board}\nis solved by <answer>{move}</answer>.\n\nThe board now:\n{self.observation(first=True)}")
+        return (f"{start}Symbols: {self.legend}.\n{EACH_TURN}Example: the board\n{board}\nis solved by "
+                f"<answer>{move}</answer>.\n\nThe board now:\n{self.observation(first=True)}")
 
     def observation(self, first: bool = False) -> str:
         """The board; for the tiny policy hints, and the board no more often than needed, its context being short. With pictures,
@@ -123,13 +127,11 @@ class FrozenLake(BoardGame):
     def __init__(self, *, size: int = 4, frozen_probability: float = 0.8, slippery: bool = False,
                  random_start: bool = False, prompt: str = "full", view: str = "text", cell_pixels: int = 64):
         require(size >= 2, f"size={size}: allowed is 2 or more")
-        require(0.6 <= frozen_probability <= 1, f"frozen_probability={frozen_probability}: allowed is 0.6 to 1 (a "
-                "large lake with less ice hardly ever has a way across)")
+        require(0.6 <= frozen_probability <= 1, f"frozen_probability={frozen_probability}: allowed is 0.6 to 1")
         self.size, self.frozen_probability = size, frozen_probability
         require(8 <= cell_pixels <= 64, f"cell_pixels={cell_pixels}: allowed is 8 to 64")
         self.slippery, self.random_start, self.cell_pixels = slippery, random_start, cell_pixels
-        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
-        self.view = one_of("view", view, ("text", "image", "blank"))
+        self.prompt, self.view = one_of("prompt", prompt, ("full", "tiny")), one_of("view", view, ("text", "image", "blank"))
 
     def board(self, problem_id: int) -> list[str]:
         if not self.random_start:
@@ -251,19 +253,17 @@ def make_env_factory(name: str, options: dict[str, str]):
     if name.startswith("reasoning_gym:"):
         options = options | {"dataset": name.partition(":")[2]}
     parameters = inspect.signature(task, eval_str=True).parameters
-    needed = {int: "a whole number", float: "a number", bool: "true or false"}
+    needed = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
     converted = {}
     for key, text in options.items():
         kind = parameters[one_of(f"--env-options of {name}", key, tuple(parameters))].annotation
-        require(kind in (str, int, float, bool), f"{name}: the option {key} of its __init__ has to be annotated as "
-                "str, int, float or bool")
+        require(kind in needed, f"{name}: the option {key} of its __init__ has to be annotated as str, int, float or bool")
         try:
             converted[key] = {"true": True, "false": False}[str(text).lower()] if kind is bool else kind(str(text))
         except (KeyError, ValueError):
             raise ValueError(f"--env-options {key} {text}: {key} is {needed[kind]}") from None
     for key, parameter in parameters.items():
-        require(key in converted or parameter.default is not parameter.empty,
-                f"--env {name} needs --env-options {key} VALUE")
+        require(key in converted or parameter.default is not parameter.empty, f"--env {name} needs --env-options {key} VALUE")
     return functools.partial(task, **converted)
 
 

@@ -78,11 +78,22 @@ def begin(env, problem_id, seed) -> tuple[str, np.ndarray | None]:
 def step(env, answer: str) -> tuple[str, np.ndarray | None, float, bool, bool, bool]:
     """(message, image, score, done, valid, success) of a turn, checked."""
     message, score, done, valid = env.step(answer)
-    score = float(score)
-    if not math.isfinite(score) or abs(score) > 1e30:
-        raise ValueError(f"the score {score} is not finite")
-    return (text_of("" if message is None and done else message), None if done else picture(env), score, bool(done), bool(valid),
-            bool(env.success == 1))
+    for name, flag in (("done", done), ("valid", valid), ("success", env.success)):
+        if flag not in (0, 1):  # a text such as "False" would count as true
+            raise TypeError(f"{name} must be True or False, not {flag!r} of the type {type(flag).__name__}")
+    if isinstance(score, str) or not math.isfinite(score) or abs(score) > 1e30:
+        raise ValueError(f"the score {score!r} is not a finite number")
+    return (text_of("" if message is None and done else message), None if done else picture(env), float(score), bool(done),
+            bool(valid), bool(env.success))
+
+
+def stop_strings(env) -> tuple[str, ...]:
+    """The task's `stop`; a str is one stop string."""
+    stop = getattr(env, "stop", ())
+    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stop):
+        raise TypeError(f"stop must be a tuple of texts, like (\"</answer>\",), not {env.stop!r}")
+    return stop
 
 
 def told(env) -> dict:
@@ -179,7 +190,7 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns: in
     envs = [make_env() for _ in problem_ids]
     pool = ThreadPoolExecutor(ENV_THREADS) if getattr(envs[0], "slow", False) else None
     each = pool.map if pool else map  # both keep the order, so that threads do not change a run
-    known, stop = {}, tuple(getattr(envs[0], "stop", ()))
+    known, stop, opening = {}, stop_strings(envs[0]), chat.opening()
     firsts = list(each(lambda env, problem, seed: guarded(begin, env, problem, seed), envs, problem_ids, seeds))
     games = [begun(chat, env, *first, known, step_now(), context_length, max_new_tokens) for env, first in zip(envs, firsts)]
     playing = [i for i, game in enumerate(games) if not game.info["env_error"] and not game.info["context_full"]]
@@ -193,7 +204,7 @@ def play(engine, chat, make_env, problem_ids, group_ids, seeds, *, max_turns: in
             games[i].last_step = step_now()
             games[i].first_step = games[i].first_step if turn else games[i].last_step
         answers = [chat.text(completion.tokens) for completion in completions]
-        results = each(lambda i, answer: guarded(step, envs[i], answer), playing, answers)
+        results = each(lambda i, answer: guarded(step, envs[i], opening + answer), playing, answers)
         still_playing = []
         for i, completion, answer, (result, error) in zip(playing, completions, answers, results):
             message, images, done = took(games[i], completion, answer, result, error, known, format_penalty)

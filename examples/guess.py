@@ -9,6 +9,8 @@ import re
 
 import numpy as np
 
+from envs import after_thoughts
+
 
 class Guess:
     name, stop, slow = "guess", ("</answer>",), False  # a turn ends at a string of `stop`; slow: step waits for something
@@ -56,7 +58,8 @@ class Guess:
         return self.tiny_message() if self.prompt == "tiny" else message, 0.0, False, True
 
     def guess_in(self, answer: str) -> int | None:
-        """The one guess in an answer; None for no guess, and for a list of guesses."""
+        """The one guess in an answer, after its thoughts; None for no guess, and for a list of guesses."""
+        answer = after_thoughts(answer)
         if self.prompt == "tiny":
             answer = answer.replace(" ", "")  # its tokenizer writes "6 4"
         found = re.findall(r"<answer>\s*([0-9]{1,9})\s*</answer>", answer)

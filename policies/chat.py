@@ -38,6 +38,10 @@ class Chat:
                 message["content"] = shown + [{"type": "text", "text": message["content"]}]
         return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=start)
 
+    def opening(self) -> str:
+        """"<think>" where the template itself opens the thought that an answer begins with, so that the answer's text has it."""
+        return "<think>" if self.render("x").rstrip().endswith("<think>") else ""
+
     def plain(self, text: str) -> str:
         """A message in which nothing reads as a special token: those are broken by a space."""
         for special in sorted(self.specials, key=lambda special: (-len(special), special)):

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from envs import parse_answer
 from episode import one_of, require
 from tasks import maths
-from tasks.sources import first_different, read
+from tasks.sources import first_different, read, written
 
 IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")
 CHOICE_COLUMNS = ("choices", "options")
@@ -209,7 +209,7 @@ def generated(problem_id: int) -> Question:
 def lettered(gold, choices: list[str]) -> str:
     """The letter of the right choice, which rows name by its text, by letter or by place (0 is the first; a number that is no
     text is always a place)."""
-    text = str(gold).strip()
+    text = gold.strip() if isinstance(gold, str) else written(gold)
     if text in choices and not isinstance(gold, int):
         return LETTERS[choices.index(text)]
     if text.isdigit() and int(text) < len(choices):
@@ -236,7 +236,8 @@ def load(data: str, subset: str) -> tuple[list[Question], int]:
             if isinstance(image, str):
                 image = str((home if home.is_dir() else home.parent) / image)
             choices = [str(choice).strip() for choice in row.get(choice_column) or ()]
-            gold = lettered(gold, choices) if choices else plain((maths.tagged(str(gold)) or [maths.gold_of(gold)])[-1])
+            tagged = maths.tagged(str(gold))
+            gold = lettered(gold, choices) if choices else maths.gold_of(tagged[-1] if tagged else gold)
             if not image or not gold or not isinstance(row[text_column], str):
                 left_out += 1
                 continue
@@ -246,10 +247,6 @@ def load(data: str, subset: str) -> tuple[list[Question], int]:
             found.setdefault(maths.content_hash(pixels + text), question)
     require(found, f"{data}: none of its {left_out} rows has an image, a question and an answer")
     return [found[digest] for digest in sorted(found)], left_out
-
-
-def plain(text: str) -> str:
-    return text.replace("°", "").strip()
 
 
 class Geometry(maths.Attempts):
@@ -305,7 +302,7 @@ class Geometry(maths.Attempts):
             given = None if place is None else letters[place]
             return given, given == self.question.gold
         given = maths.final_answer(answer)
-        return given, given is not None and maths.is_right(self.question.gold, plain(given))
+        return given, given is not None and maths.is_right(self.question.gold, given)
 
     def scripted_answer(self, rng, skill: float) -> str:
         """The right answer with probability `skill`, else any choice."""

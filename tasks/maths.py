@@ -16,93 +16,26 @@ import resource
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+from envs import after_thoughts
 from episode import one_of, require
-from tasks.sources import HUB_ID, first_different, installed, read, read_requests
+from tasks.answers import MAX_ANSWER, as_latex, boxed, equal_numbers, final_answer, says_something, states_one_thing, tagged, value
+from tasks.sources import HUB_ID, first_different, installed, read, read_requests, written
 
-MAX_ANSWER = 300  # characters; the longest gold of MATH has 81
 CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
 GENERATE_SECONDS = 60.0  # CPU time to make one generated problem
 WALL_FACTOR = 10  # wall-clock limit in CPU limits: a busy machine must not turn a right answer into a wrong one
 MEMORY = 2**30  # bytes of address space of a checker process; reasoning-gym takes 0.3 of them
 CHECKERS = min(4, os.cpu_count() or 1)
 
-# --------------------------------------------------------------------------------------------- the answer in a text
-
-BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<bare>[^\s${}]+)|\\.|[{}]", re.DOTALL)
-NUMBER = re.compile(r"[-+]?(?:[0-9]+/[0-9]*[1-9][0-9]*|[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.[0-9]+)")
-
-NAMES = re.compile(  # x=, x_1=, f(2)= or (x,y)=
-    r"(?:^|,|;|or|and)(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|\([a-z](?:,[a-z])+\))=")
-
-
-def boxed(text: str) -> list[str]:
-    """Contents of each \\boxed{...} without a box inside, in order; one pass, whatever the text.
-
-    >>> boxed(r"\\boxed{1} so \\boxed{\\sqrt{2}}, \\boxed{never closed")
-    ['1', '\\\\sqrt{2}']
-    """
-    contents, opened, last = [], [], -1
-    for token in BOXES.finditer(text):
-        if token["bare"]:
-            contents.append(token["bare"])
-        elif token["open"] or token[0] == "{":
-            opened.append(token.end() if token["open"] else None)
-        elif token[0] == "}" and opened:
-            start = opened.pop()
-            if start is not None and start > last:
-                contents.append(text[start:token.start()].strip())
-                last = start
-    return contents
-
-
-def tagged(text: str) -> list[str]:
-    """Contents of each closed <answer> tag.
-
-    >>> tagged("<answer>1</answer> or <ANSWER> 2 </answer>, <answer>3")
-    ['1', '2']
-    """
-    parts = [re.split("</answer>", part, maxsplit=1, flags=re.IGNORECASE)
-             for part in re.split("<answer>", text, flags=re.IGNORECASE)[1:]]
-    return [part[0].strip() for part in parts if len(part) == 2]
-
-
-def final_answer(text: str) -> str | None:
-    """The one answer of a model's text, in \\boxed{...} or an <answer> tag; None when there is none. Boxes and tags
-    that disagree are none either, so that listing many never pays; boxes with the same value are fine, and so is
-    whatever comes before </think>.
-
-    >>> final_answer(r"\\boxed{7} <answer>7.0</answer>"), final_answer(r"\\boxed{7} or \\boxed{8}")
-    ('7.0', None)
-    """
-    text = text.rpartition("</think>")[2]
-    answers = boxed(text) + [content for content in tagged(text) if not boxed(content)]
-    answers = [answer for answer in answers if answer]
-    return answers[-1] if len({value(answer) for answer in answers}) == 1 else None
-
-
-def value(text: str) -> Fraction | str:
-    """The exact number where a text is an integer, a decimal or a plain fraction; else the text without what never
-    changes an answer: spaces, dollar, percent and degree signs, sizes of brackets, \\text.
-
-    >>> value(r"\\$1,234.50"), value(r"-\\dfrac{3}{6}"), value(r"\\left( 3, x \\right)$."), value("1 1/2")
-    (Fraction(2469, 2), Fraction(-1, 2), '(3,x)', '1 1/2')
-    """
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text).replace("{,}", ",")
-    text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,!;: $%]|[$%]|\^\{?\\circ\}?", "", text)
-    text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text).removesuffix(".")
-    plain = re.sub(r"^([-+]?)\\frac\{([0-9]+)\}\{([0-9]+)\}$", r"\1\2/\3", text)
-    return Fraction(plain.replace(",", "")) if len(plain) <= MAX_ANSWER and NUMBER.fullmatch(plain) else text
-
 
 def is_right(gold: str, answer: str) -> bool | None:
-    """Whether the answer equals gold; None when the check ran out of time or memory. Equal texts and plain numbers are
-    decided here, the rest by math-verify in a checker process. Numbers must be equal, but a gold such as 1/3, without a
-    finite decimal form, may be given to six significant digits.
+    """Whether the answer equals gold; None when the check ran out of time or memory. Equal texts and plain numbers are decided
+    here, the rest by math-verify in a checker process.
 
     >>> is_right("18", "18.0"), is_right(r"\\frac{1}{3}", "0.333333"), is_right("18", "19")
     (True, True, False)
@@ -112,21 +45,7 @@ def is_right(gold: str, answer: str) -> bool | None:
     right, given = value(gold), value(answer)
     if right == given or isinstance(right, str) or isinstance(given, str):
         return right == given or (states_one_thing(gold, answer) and compared(gold, answer))
-    finite = 10**MAX_ANSWER % right.denominator == 0
-    return not finite and abs(given - right) <= abs(right) / 10**6
-
-
-def states_one_thing(gold: str, answer: str) -> bool:
-    """Whether an answer is no list of guesses of which math-verify would pick one: it closes its braces, does not say
-    "about", and has "=" only after a name (x = 2, y = 3), or once where gold has one too.
-
-    >>> [states_one_thing("7", text) for text in ("x_1 = 7", "8 = 7", "x = 8 = 7", r"7 \\approx 8", "7} {8")]
-    [True, False, False, False, False]
-    """
-    if boxed(f"\\boxed{{{answer}}}") != [answer.strip()] or re.search(r"\\approx|≈", answer):
-        return False
-    text = str(value(answer))
-    return "=" not in NAMES.sub(",", text) or "=" in gold and text.count("=") == 1
+    return equal_numbers(right, given)
 
 
 @functools.lru_cache(100_000)  # the samples of a group often give the same answer, one that hangs too
@@ -216,11 +135,36 @@ def limit(seconds: float):
 def compare(gold: str, answer: str) -> bool:
     """math-verify on two texts read as LaTeX only: its other reader picks numbers out of prose (C(10, 5) would be 5)
     and evaluates them as Python. Its alarms are off: the limit also ends what never comes back to Python."""
-    from math_verify import LatexExtractionConfig, parse, verify
+    from math_verify import LatexExtractionConfig, grader, parse, verify
     limit(CHECK_SECONDS)
-    gold, answer = (parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], extraction_mode="first_match",
+    grader.sympy_numeric_eq = same_number  # its own rounds to so many places after the point
+    gold, answer = (parse(f"\\boxed{{{as_latex(text)}}}", [LatexExtractionConfig()], extraction_mode="first_match",
                           parsing_timeout=None) for text in (gold, answer))
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def same_number(gold, answer, *precision) -> bool:
+    """Whether two terms of sympy, or matrices of them, are equal: exactly, to 40 digits where that is not known, or decimals as
+    `equal_numbers` says. Terms with names are compared where these are two fixed numbers."""
+    from sympy import Float, MatrixBase, Rational
+    gold, answer = gold.doit(), answer.doit()
+    if isinstance(gold, MatrixBase):
+        return gold.shape == answer.shape and all(map(same_number, gold.flat(), answer.flat()))
+    for sign in (1, -1):
+        numbers = []
+        for term in (gold, answer):
+            exact = {number: Rational(str(number)) for number in term.atoms(Float)}
+            exact |= {name: sign * Rational(int(content_hash(name.name)[:8], 16), 7**11) for name in term.free_symbols}
+            numbers.append(term.xreplace(exact).doit())
+        digits = [number.evalf(100) for number in numbers]
+        if not all(number.is_finite for number in digits):
+            return False
+        close = abs(digits[0] - digits[1]) <= max(map(abs, digits)) / 10**40
+        if numbers[0] == numbers[1] or close and not all(number.is_Rational for number in numbers):
+            continue
+        if not equal_numbers(*[Fraction(str(number)) for number in digits]):
+            return False
+    return True
 
 
 GYM_SIZE = 20_000  # problems of a reasoning-gym data set, the most that word_ladder allows
@@ -336,7 +280,7 @@ def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
         text_column, gold_column = column(data, rows, PROBLEM_COLUMNS, str), column(data, rows, GOLD_COLUMNS)
         for row in rows:
             text, gold = row.get(text_column), gold_of(row.get(gold_column), gold_column.lower() == "solution")
-            if not isinstance(text, str) or not 0 < len(gold) <= MAX_ANSWER:
+            if not isinstance(text, str) or not text.strip() or not 0 < len(gold) <= MAX_ANSWER:
                 left_out += 1
                 continue
             key = " ".join(text.split()).casefold()
@@ -375,7 +319,7 @@ def in_range(problem_id: int, count: int) -> int:
     return problem_id
 
 
-def column(data: str, rows: list[dict], names: tuple[str, ...], kinds=(str, int, float, list)) -> str:
+def column(data: str, rows: list[dict], names: tuple[str, ...], kinds=(str, int, float, Decimal, list)) -> str:
     """The first of the names that is a column with such values in it (in some files `problem` is the problem's number)."""
     for name in names:
         for key in rows[0]:
@@ -392,9 +336,10 @@ def gold_of(cell, worked: bool = False) -> str:
     """
     if isinstance(cell, list):
         cell = cell[0] if len(cell) == 1 else None  # of several answers none is the one
-    text = "" if cell is None else str(cell)
+    text = written(cell)
     boxes, last = boxed(text), text.rpartition("####")[2].strip()
-    return boxes[-1] if boxes else last if not worked or isinstance(value(last), Fraction) else ""
+    gold = boxes[-1] if boxes else last if not worked or isinstance(value(last), Fraction) else ""
+    return gold if says_something(gold) else ""
 
 
 # ----------------------------------------------------------------------------------------------------------- tasks
@@ -534,7 +479,7 @@ class Arithmetic(Attempts):
                 f"Example: 12 + 30 = <answer>42</answer>\n\n{text}")
 
     def judged(self, answer: str) -> tuple[str | None, bool]:
-        given = {"".join(content.split()) for content in tagged(answer)}  # tiny puts spaces between digits
+        given = {"".join(content.split()) for content in tagged(after_thoughts(answer))}  # tiny puts spaces between digits
         if len(given) != 1 or not re.fullmatch("-?[0-9]{1,9}", *given):
             return None, False
         (given,) = given
@@ -591,7 +536,7 @@ class ReasoningGym(Attempts):
                 f"<answer>...</answer>.{example}\n\nQuestion: {self.question.text}")
 
     def judged(self, answer: str) -> tuple[str | None, bool | None]:
-        given = {content for content in tagged(answer.rpartition("</think>")[2]) if content}
+        given = {content for content in tagged(after_thoughts(answer)) if content}
         if len(given) != 1:
             return None, False
         (given,) = given

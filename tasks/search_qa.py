@@ -37,8 +37,12 @@ TAG = re.compile(r"</?(think|search|answer|information)>")
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
 WORD = re.compile(r"\b\w\w+\b")
 ARTICLE = re.compile(r"\b(a|an|the)\b")
+ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(code) in string.punctuation
                             or unicodedata.category(chr(code)) in ("Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Cf"))
+# Punctuation; the first group is what is part of a number or a name: 3.5, 1/2, 2-1; -5; C++, C#; .NET
+MARK = re.compile(r"((?<=[0-9])[-+*/.,:^'](?=[0-9])|(?<![\w)])-(?=[$£€]?[0-9])|(?<=[0-9]e)-(?=[0-9])|"
+                  r"(?<=[a-z])[+#]+|(?<![\w.])\.(?=[a-z]))|[^\w\s]|_")
 NEUTRAL = str.maketrans("<>＜＞", "‹›‹›")  # no tag and no special token of a chat template survives in foreign text
 PROMPTS = {"tiny": "{question}", "full": Path(__file__).with_suffix(".txt").read_text("utf-8").rstrip("\n")}
 
@@ -135,7 +139,7 @@ def question_of(row: dict, split: str | None, where: str) -> Question:
     if not answers or not text:
         raise ValueError(f'{where} is not a question with answers: {str(row)[:200]}; '
                          'wanted is {"question": "..", "answers": [".."]}')
-    first_byte = hashlib.sha256(normalize(row.get("passage") or text).encode()).digest()[0]
+    first_byte = hashlib.sha256(bare(row.get("passage") or text).encode()).digest()[0]
     return Question(text, answers, split or ("train" if first_byte % HELDOUT_CLASSES else "heldout"))
 
 
@@ -161,11 +165,11 @@ def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
         if name in ("triviaqa", "nq"):
             search = make_search("bm25", corpus, cache_dir)
             key = digest(read_corpus(corpus)[1], [[question.text, question.answers] for question in questions],
-                         answerable, terms, normalize, holds_answer, BM25Retriever)
+                         answerable, terms, bare, squad, holds_answer, BM25Retriever)
             kept = cached(cache_dir / f"search_{name}_{key}.npz", answerable, questions, search)
             questions = [questions[row] for row in kept["rows"]]
         for question in questions:
-            found.setdefault(normalize(question.text), question)  # a table's train rows come first
+            found.setdefault(bare(question.text), question)  # a table's train rows come first
     return [found[text] for text in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())]
 
 
@@ -175,10 +179,10 @@ def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
     rows = []
     for row, question in enumerate(questions):
         words = set(terms(question.text))
-        if not words or holds_answer(question.text, question.answers):
+        if not words or holds_answer(question.text, question.answers, bare):
             continue
         found = [f"{title} {text}" for title, text in search(question.text, 5)]
-        support = [text for text in found if holds_answer(text, question.answers)]
+        support = [text for text in found if holds_answer(text, question.answers, bare)]
         if any(len(words.intersection(terms(text))) >= 0.7 * len(words) for text in support):
             rows.append(row)
     return {"rows": np.array(rows, np.int64)}
@@ -315,31 +319,50 @@ def neutral(text: str, characters: int = 10_000) -> str:
     return text if len(text) <= characters else f"{text[:characters].rsplit(' ', 1)[0]} …"
 
 
+def squad(text: str, punctuation=ASCII_PUNCTUATION) -> str:
+    """SQuAD's own normalisation: lower case; no punctuation; no a, an, the; single spaces. Text of nothing else is only
+    lower-cased, so that no answer becomes empty."""
+    return " ".join(ARTICLE.sub(" ", text.lower().translate(punctuation)).split()) or " ".join(text.lower().split())
+
+
+@lru_cache(maxsize=4096)
+def bare(text: str) -> str:
+    """What makes two texts one: splits and filters of the data go by it, whatever the reward."""
+    return squad(unicodedata.normalize("NFKC", text), PUNCTUATION)
+
+
 @lru_cache(maxsize=4096)
 def normalize(text: str) -> str:
-    """SQuAD's normalisation (lower case; no punctuation; no a, an, the; single spaces) after NFKC, with Unicode's
-    punctuation and format characters too. Text of nothing else is only lower-cased, so that no answer becomes empty.
+    """SQuAD's normalisation after NFKC, with Unicode's punctuation and format characters too, but without what is part of a
+    number or a name: 35 is not 3.5, C is not C++. 1,000 is 1000.
 
-    >>> normalize("The  “Beatles”!"), normalize("A")
-    ('beatles', 'a')
+    >>> normalize("The  “Beatles”!"), normalize("A"), normalize("2–1, in C++."), normalize("-1,000.50")
+    ('beatles', 'a', '2-1 in c++', '-1000.50')
     """
-    lower = unicodedata.normalize("NFKC", text).lower()
-    return " ".join(ARTICLE.sub(" ", lower.translate(PUNCTUATION)).split()) or " ".join(lower.split())
+    text = re.sub("(?<=[0-9])(?=[²³¹⁰-⁹])", "^", re.sub("(?<=[0-9])(?=[¼½¾])", " ", text))  # NFKC makes 10² 102, and 3½ 31/2
+    lower = re.sub("[\u2010-\u2015\u2212]", "-", unicodedata.normalize("NFKC", text).lower().replace("\u2044", "/"))
+    lower = re.sub("(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", re.sub("(?<=[0-9]) *- *(?=[0-9])", "-", lower))
+    lower = re.sub(r"(?<![\w.])\.(?=[0-9])", "0.", lower)
+    plain = MARK.sub(lambda mark: mark[1] or mark[0].translate(PUNCTUATION), lower)
+    return " ".join(word for word in plain.split() if word not in ("a", "an", "the")) or " ".join(lower.split())
 
 
-def holds_answer(text: str, answers: tuple[str, ...]) -> bool:
+NORMALIZATIONS = {"own": normalize, "squad": squad}
+
+
+def holds_answer(text: str, answers: tuple[str, ...], normalized=normalize) -> bool:
     """Whether the normalised text holds an answer as whole words."""
-    text = f" {normalize(text)} "
-    return any(f" {normalize(answer)} " in text for answer in answers)
+    text = f" {normalized(text)} "
+    return any(f" {normalized(answer)} " in text for answer in answers)
 
 
-def f1_score(prediction: str, answer: str) -> float:
+def f1_score(prediction: str, answer: str, normalized=normalize) -> float:
     """F1 over the bags of normalised words. k candidates of one word of which one is right: 2 / (k + 1).
 
     >>> round(f1_score("Paris, London", "Paris"), 3)
     0.667
     """
-    predicted, wanted = Counter(normalize(prediction).split()), Counter(normalize(answer).split())
+    predicted, wanted = Counter(normalized(prediction).split()), Counter(normalized(answer).split())
     return 2 * (predicted & wanted).total() / (predicted.total() + wanted.total())
 
 
@@ -373,6 +396,7 @@ class SearchQA:
 
     reward em: 1 when the answer equals an accepted one after normalisation, else 0. f1: the best F1 over them; at most
     1, and 2 / (k + 1) for a list of k candidates, by which an undecided policy can still gain: em is the default.
+    normalization own: SQuAD's, but 3.5 is not 35. squad: SQuAD's own, as published EM has it.
     """
 
     name = "search"
@@ -382,7 +406,7 @@ class SearchQA:
 
     def __init__(self, *, retriever: str = "bm25", questions: str = "squad+triviaqa", corpus: str = "packaged",
                  top_k: int = 3, max_searches: int = 5, passage_chars: int = 1000, reward: str = "em",
-                 prompt: str = "full", cache_dir: str = "~/.cache/freshreplay"):
+                 normalization: str = "own", prompt: str = "full", cache_dir: str = "~/.cache/freshreplay"):
         if not re.match("https?://.", retriever):
             one_of("retriever", retriever, ("bm25", "dense", "http://HOST:PORT/retrieve"))
         if not Path(questions).exists() and not re.fullmatch(HUB_ID + r"(:[\w.-]+)?", questions):
@@ -394,6 +418,7 @@ class SearchQA:
             require(value > 0, f"{key}={value}: it must be above 0")
         self.retriever, self.question_names, self.corpus = retriever, questions, corpus
         self.reward, self.prompt = one_of("reward", reward, ("em", "f1")), one_of("prompt", prompt, tuple(PROMPTS))
+        self.normalized = NORMALIZATIONS[one_of("normalization", normalization, tuple(NORMALIZATIONS))]
         self.top_k, self.max_searches, self.passage_chars = top_k, max_searches, passage_chars
         self.cache_dir = Path(cache_dir).expanduser()
 
@@ -447,15 +472,15 @@ class SearchQA:
             self.shown = self.search(content)
             self.queries.append(content)
             self.info["searches"] += 1
-            if any(holds_answer(f"{title} {text}", self.question.answers) for title, text in self.shown):
+            if any(holds_answer(f"{title} {text}", self.question.answers, self.normalized) for title, text in self.shown):
                 self.info["answer_in_passages"] = 1.0
             lines = [f"[{number}] {title}{': ' if title else ''}{text}"
                      for number, (title, text) in enumerate(self.shown, 1)] or ["Nothing was found."]
             message = "\n".join(["<information>", *lines, "</information>", f"Searches left: {left - 1}."])
             return message, 0.0, False, True
         # ALGO LOGIC: the reward of an answer
-        self.success = normalize(content) in {normalize(gold) for gold in self.question.answers}
-        f1 = max(f1_score(content, gold) for gold in self.question.answers)
+        self.success = self.normalized(content) in {self.normalized(gold) for gold in self.question.answers}
+        f1 = max(f1_score(content, gold, self.normalized) for gold in self.question.answers)
         self.info |= {"exact_match": float(self.success), "f1": f1, "answered": 1.0, "prediction": content}
         score = f1 if self.reward == "f1" else float(self.success)
         return f"{'Right' if self.success else 'Wrong'}: {self.info['gold']}", score, True, True
@@ -469,7 +494,7 @@ class SearchQA:
         """Searches the question's words; then the gold answer with probability `skill`, else a wrong passage word."""
         if not self.queries:
             return f"<search>{' '.join(WORD.findall(self.question.text))[:MAX_ACTION] or 'question'}</search>"
-        gold = {normalize(answer) for answer in self.question.answers}
-        wrong = [word for _, text in self.shown for word in WORD.findall(text) if normalize(word) not in gold]
+        gold = {self.normalized(answer) for answer in self.question.answers}
+        wrong = [word for _, text in self.shown for word in WORD.findall(text) if self.normalized(word) not in gold]
         answer = self.question.answers[0] if rng.random() < skill else rng.choice(wrong or ["unknown"])
         return f"<answer>{answer}</answer>"

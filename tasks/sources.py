@@ -4,12 +4,15 @@ import gzip
 import importlib
 import importlib.util
 import json
+import math
+from decimal import Decimal
 from pathlib import Path
 
 from envs import MissingData
 from episode import one_of, require
 
 PATIENCE = 10_000  # ids without a new problem before a task says that there are no more
+MISSING = ("", "nan", "inf", "-inf", "none", "null", "n/a", "<na>")  # what exports write where there is no answer
 HUB_ID = r"[\w.-]+/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"  # other paths are files
 
 
@@ -72,6 +75,20 @@ def read(data: str, subset: str, wanted: tuple[str, ...]) -> dict[str, list[dict
                           "data, which `make data` installs") from error
     splits = loaded if isinstance(loaded, dict) else {"all": loaded}
     return {name: rows.select_columns(useful(rows.column_names, wanted)).to_list() for name, rows in splits.items()}
+
+
+def written(cell) -> str:
+    """An answer of a data file as text: numbers as decimals, "" for what is no answer.
+
+    >>> written(1e-5), written("N/A"), written(float("nan")), written(True)
+    ('0.00001', '', '', '')
+    """
+    if cell is None or isinstance(cell, bool) or isinstance(cell, (float, Decimal)) and not math.isfinite(cell):
+        return ""
+    if isinstance(cell, (float, Decimal)):
+        return f"{Decimal(str(cell)):f}"
+    text = str(cell).strip()
+    return "" if text.lower() in MISSING else text
 
 
 def useful(names: list[str], wanted: tuple[str, ...]) -> list[str]:

@@ -685,6 +685,144 @@ def test_a_list_of_guesses_is_worth_nothing(sums_file):
     assert [row.info["success"] for row in rows] == [False, False, False, True]
 
 
+def graded(tmp_path, pairs):
+    """Scores of (gold as JSON, answer) pairs, each answer in a box."""
+    path = tmp_path / "golds.jsonl"
+    rows = [{"problem": f"problem {place}", "answer": gold} for place, (gold, _) in enumerate(pairs)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ids = {int(problem.text.split()[1]): id for id, problem in enumerate(maths.load(str(path))[0])}
+    env, scores = Maths(data=str(path), attempts=1), []
+    for place, (_, answer) in enumerate(pairs):
+        env.reset(ids[place], 0)
+        scores.append(env.step(rf"so \boxed{{{answer}}}")[1])
+    return scores
+
+
+UNEQUAL = [("0.0000001", "10^{-8}"), (r"1.6\times10^{-19}", r"9.1\times10^{-31}"), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+           ("x=10^{-8}", "x=10^{-9}"), ("(10^{-20},1)", "(10^{-21},1)"), (r"\{10^{-20},1\}", r"\{10^{-21},1\}"),
+           ("10^{-20}x", "10^{-21}x"), (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"),
+           (r"\pi", "3.1416"), ("1", r"\frac{1000001}{1000000}"), ("1", r"\frac{1000000}{999999}"), ("2", r"\infty"),
+           (r"\sqrt{10^{12}+1}", "10^6"), (r"6.02\times10^{23}", "602000000000000000000001"), ("11_3", "11_5"), ("|x|", "x")]
+EQUAL = [(r"\pi", "3.14159"), (r"\frac{1}{6}", "0.166667"), ("0.333333333333", r"\frac{1}{3}"), (r"10^{5000}", r"100^{2500}"),
+         (r"1.6\times10^{-19}", "1.6e-19"), ("0.5x", r"\frac{x}{2}"), (r"\sqrt{x^2}", "|x|")]
+ALIKE = [("71/6", "11 5/6"), ("3.5", "3 1/2"), ("-3.5", "-3 1/2"), ("3.5", "3½"), (r"106^\circ", "106°"),
+         (r"12\text{ degrees}", "12°"),
+         ("73", "**73**"), ("73", "`73`"), ("73", r"\textbf{73}"), (r"1\frac{1}{4}", "1 1/4"), (r"1\frac14", "5/4"),
+         (r"\frac{\pi}{2}", "pi/2"),
+         (r"\frac{\pi}{2}", "π/2"), (r"\frac{2}{3}\pi", "2/3 pi"), (r"10\sqrt{2}", "10*sqrt(2)"),
+         (r"\sqrt{2+\sqrt{3}}", "sqrt(2+sqrt(3))"),
+         (r"\sqrt{15}", "√15"), ("3+4i", "3 + 4*i"), (r"(-\infty,2)\cup(3,\infty)", "(-infinity, 2) U (3, infinity)"),
+         (r"x \le 5", "x <= 5"),
+         (r"2\cos 15^{\circ}", "2cos 15°"), ("5", "5 cm"), (r"3 \pm 2\sqrt{2}", "3 ± 2√2"), ("x^2", "x**2")]
+
+
+def test_numbers_are_compared_relatively_and_exact_ones_exactly(tmp_path):
+    assert graded(tmp_path, UNEQUAL + EQUAL) == [0.0] * len(UNEQUAL) + [1.0] * len(EQUAL)
+
+
+def test_what_plain_text_and_latex_say_alike_counts_alike(tmp_path):
+    assert graded(tmp_path, ALIKE) == [1.0] * len(ALIKE)
+
+
+def test_a_number_of_a_data_file_is_a_decimal_and_never_eulers_e(tmp_path):
+    assert graded(tmp_path, [(1e-5, "0.00001"), (1e-5, "1e-5"), (1e16, "1" + "0" * 16), (1e16, "1e16"), ("1000000", "1e6"),
+                             (2.5, r"\frac52")]
+                  ) == [1.0] * 6
+    assert graded(tmp_path, [(1e-5, "e-5"), ("1e-5", "e-5"), (1e16, "e16"), (1e16, "1e15")]) == [0.0] * 4
+
+
+def test_golds_that_are_nothing_are_left_out_and_told_and_answers_that_are_nothing_are_not_valid(tmp_path):
+    path, empty = tmp_path / "golds.jsonl", ["$$", ".", "%", r"\text{}", math.nan, math.inf, True, None, "None", "null", "N/A",
+                                              "nan"]
+    rows = [{"problem": f"p {place}", "answer": gold} for place, gold in enumerate([*empty, "7"])]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [problem.gold for problem in maths.load(str(path))[0]] == ["7"]
+    assert "12 rows without problem or short answer left out" in Maths(data=str(path)).source()
+    for answer in (r"\boxed{$}", "<answer>.</answer>", r"\boxed{\text{}}", r"\boxed{%}", r"\boxed{{}}"):
+        env = Maths(data=str(path))
+        env.reset(0, 0)
+        assert env.step(answer)[1:] == (0.0, False, False), answer
+
+
+OPENS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize("template, said, scores", [
+    (CHATML, r"<think> I guess \boxed{7}, wait", 0.0), (OPENS, r" I guess \boxed{7}, wait", 0.0),
+    (CHATML, r" I guess \boxed{7}, wait", 1.0),
+    (OPENS, r" I guess \boxed{8}</think> \boxed{7}", 1.0), (CHATML, r"<think>\boxed{8}</think>\boxed{7}", 1.0)])
+def test_an_unfinished_thought_holds_no_answer_also_where_the_template_opens_it(tmp_path, template, said, scores):
+    path = tmp_path / "seven.jsonl"
+    path.write_text('{"problem": "3 + 4", "answer": 7}\n')
+    row, = played(chat_of(template), lambda id, turn: said, lambda: Maths(data=str(path), attempts=1), max_new_tokens=50, end=False)
+    assert row.score == scores and row.info["parse_failures"] == 1 - scores
+
+
+@pytest.mark.parametrize("name, options, wrong, right", [
+    ("frozenlake", {}, "Left", "Right"), ("cliffwalking", {}, "Left", "Up"), ("sokoban", {}, "Left", "Right"),
+    ("arithmetic", {}, "1", "46"),
+    ("reasoning_gym:chain_sum", {}, "1", "2"), ("geoqa", {}, "A", "B"), ("examples/guess.py:Guess", {}, "1", "2")])
+def test_tags_in_thoughts_are_no_answers_in_any_task(name, options, wrong, right):
+    env = make_env_factory(str(ROOT / name) if name.endswith("Guess") else name, options)()
+    for text, valid in ((f"<think>no <answer>{wrong}</answer></think><answer>{right}</answer>", True),
+                        (f"<think>maybe <answer>{right}</answer></think> so", False),
+                        (f"<think>maybe <answer>{right}</answer>", False)):
+        env.reset(env.problems("train", 1)[0], 0)
+        assert env.step(text)[3] is valid, text
+
+
+def test_the_answer_after_the_thoughts_is_the_one_that_counts():
+    env = make_env_factory("arithmetic", {})()
+    env.reset(1234, 0)
+    assert env.step("<think>no <answer>45</answer></think><answer>**46**</answer>")[1] == 1.0
+
+
+@pytest.mark.parametrize("gold, answer", [
+    ("3.5", "35"), ("1.0", "10"), ("-5", "5"), ("1/2", "12"), ("C++", "C"), ("2–1", "21"), ("C#", "C"), ("10:30", "1030"),
+    ("10²", "102"),
+    ("3½", "31/2"), ("A+", "A"), (".NET", "net"), ("1e-5", "1e5")])
+def test_punctuation_that_is_part_of_a_number_or_a_name_counts_but_for_squads_own_normalisation(tmp_path, gold, answer):
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"contents": '"Title"\nowl text'}) + "\n")
+    for number, (accepted, said, normalization, score) in enumerate([
+            (gold, answer, "own", 0.0), (gold, gold, "own", 1.0), (gold, f"The **{gold}**.", "own", 1.0),
+            ("U.S.A. — 1,000", "usa 1000", "own", 1.0), ("2–1", "2-1", "own", 1.0), ("3.5", "35", "squad", 1.0),
+            ("2-1", "21", "squad", 1.0)]):
+        path = tmp_path / f"questions{number}.jsonl"
+        path.write_text(json.dumps({"question": "How?", "answers": [accepted]}) + "\n")
+        env = SearchQA(questions=str(path), corpus=str(tmp_path / "passages.jsonl"), cache_dir=str(tmp_path),
+            normalization=normalization)
+        env.reset(0, 0)
+        assert env.step(f"<answer>{said}</answer>")[1] == score, (accepted, said)
+
+
+@pytest.mark.parametrize("field, value", [("done", "False"), ("success", "True"), ("valid", "yes"), ("success", None),
+                                          ("score", "1.0")])
+def test_a_flag_of_a_task_that_is_a_text_is_an_error_that_names_it_and_its_type(field, value):
+    class Told(Talk):
+        def step(self, answer):
+            said = dict(done=True, valid=True, success=True, score=1.0) | {field: value}
+            self.success = said["success"]
+            return "", said["score"], said["done"], said["valid"]
+    row, = played(chat_of(CHATML), lambda id, turn: "a", Told)
+    error = row.info["env_error"]
+    assert field in error and repr(value) in error and (field == "score" or type(value).__name__ in error)
+    assert not row.info["success"] and row.score == 0.0
+
+
+def test_a_stop_that_is_a_text_is_one_stop_string():
+    class Engine(Scripted):
+        def generate(self, *arguments):
+            stops.append(arguments[-1])
+            return super().generate(*arguments)
+    stops, chat = [], chat_of(CHATML)
+    for stop in ("</answer>", ("</answer>",), [], ()):
+        make_env = type("Task", (Talk,), {"stop": stop})
+        collect(Engine(chat, lambda id, turn: "a"), chat, make_env, [0], [0], [0], **PLAY | {"max_turns": 1})
+    assert stops == [("</answer>",), ("</answer>",), (), ()]
+    with pytest.raises(TypeError, match="stop must be a tuple of texts"):
+        collect(Engine(chat, lambda id, turn: "a"), chat, type("Task", (Talk,), {"stop": ("",)}), [0], [0], [0], **PLAY)
+
+
 def test_a_format_penalty_stays_out_of_score_success_and_the_priority_by_reward():
     chat = chat_of(CHATML)
 

@@ -116,6 +116,45 @@ def test_solutions_are_right_and_answers_of_other_problems_are_wrong(packaged):
     assert len(different) > 100 and [pair for pair in different if is_right(*pair) is not False] == []
 
 
+def inside_braces(text, start):
+    """(what stands in the braces that open at `start`, where they end)"""
+    depth = 0
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            return text[start + 1:end], end + 1
+
+
+def plain(gold):
+    """LaTeX as people type it: 106°, 1 1/4, pi/2, sqrt(2)."""
+    for pattern, new in ((r"\\(?:text|mbox)\s*\{([^{}]*)\}", r"\1"), (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"), (r",\\!", ""),
+                         (r"\\(?:left|right)(?![A-Za-z])|\\[,!; ]", ""), (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+                         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"), (r"\\frac(\{[^{}]*\})(\d)", r"\\frac\1{\2}"),
+                         (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"), (r"\^\{?\\circ\}?", "°"), (r"(?<=\d) *(?=\\frac\{\d+\}\{\d+\})", " "),
+                         (r"\\frac *\\pi *(\d)", r"\\pi/\1"), (r"\\pi(?=\\)", "pi "), (r"\\infty", "infinity"), (r"\\cup", "U"),
+                         (r"\\pm", "±"), (r"\\le(?![a-z])", "<="),
+                         (r"\\ge(?![a-z])", ">="), (r"\\cdot", "*"), (r"\\in(?![a-z])", "∈"),
+                         (r"\\(pi|cos|sin|tan|cot|sec|\$|%|\{|\})", r"\1")):
+        gold = re.sub(pattern, new, gold)
+    while (start := max(gold.rfind("\\frac{"), gold.rfind("\\sqrt{"))) >= 0:
+        first, end = inside_braces(gold, start + 5)
+        made = f"sqrt({first})"
+        if gold.startswith("\\frac", start):
+            second, end = inside_braces(gold, end)
+            made = "/".join(part if re.fullmatch("[0-9]+|[a-z]|pi", part) else f"({part})" for part in (first, second))
+        gold = gold[:start] + made + gold[end:]
+    return gold
+
+
+@pytest.mark.slow
+def test_every_gold_of_math_is_right_in_plain_text_and_wrong_for_the_next_problem(packaged):
+    golds = [problem.gold for problem in maths.load("math")[0]]
+    assert plain(r"1\frac{1}{4}") == "1 1/4" and plain(r"\frac{\pi}{2}") == "pi/2" and plain(r"106^\circ") == "106°"
+    assert [gold for gold in dict.fromkeys(golds) if is_right(gold, plain(gold)) is not True] == []
+    pairs = [pair for pair in dict.fromkeys(zip(golds, golds[1:])) if value(pair[0]) != value(pair[1])]
+    assert len(pairs) > 4000 and [pair for pair in pairs if is_right(pair[0], plain(pair[1])) is not False] == []
+
+
 # ------------------------------------------------------------------------------------------------ answers in texts
 
 @pytest.mark.parametrize(("text", "answer"), [
@@ -150,7 +189,7 @@ def test_reading_takes_time_that_grows_with_the_length_only(text):
     ("50", r"50\%", True),
     (r"\frac{1}{3}", "0.333333", True), (r"\frac{1}{3}", "0.333", False), ("1", "1.0000001", False),
     ("0", "1e-30", False),
-    ("0.0000001", "0", False), ("90^\\circ", "90", True), ("12", "1 2", False), ("11/2", "5 1/2", False),
+    ("0.0000001", "0", False), ("90^\\circ", "90", True), ("12", "1 2", False), ("11/2", "5 1/2", True),
     ("5", "6", False),
     (r"\text{(A)}", "(A)", True), ("1", "9" * 400, False), (r"\frac12", "1/2", True),
     # from here on math-verify decides

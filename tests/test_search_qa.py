@@ -73,7 +73,7 @@ def start(env, text):
 @pytest.mark.parametrize("text, wanted", [
     ("The  Beatles", "beatles"), ("a cat, an owl; the dog!", "cat owl dog"), ("U.S.A.", "usa"),
     ("Jean-Paul", "jeanpaul"), ("theatre", "theatre"), ("“Theatre”", "theatre"),
-    ("1914–1918", "19141918"), ("1914-1918", "19141918"), ("$5", "5"),
+    ("1914–1918", "1914-1918"), ("1914 - 1918", "1914-1918"), ("$5", "5"),
     ("£5", "£5"), ("São Paulo", "são paulo"), ("Sa\u0303o Paulo", "são paulo"), ("ＡＢＣ", "abc"), ("x²", "x2"),
     ("ﬁsh", "fish"),
     ("\u202eParis\u202c", "paris"), ("Pa\u200bris", "paris"), ("Paris\u00a0 \n", "paris"), ("", ""), (" ", ""),
@@ -739,6 +739,9 @@ class CodePoints:
 
     def follow(self, message, last_token):
         return self.start(message)
+
+    def opening(self):
+        return ""
 
     def text(self, tokens):
         return "".join(map(chr, tokens))
