@@ -136,8 +136,8 @@ def test_the_top_level_is_one_file_a_stage():
 
 
 def test_the_product_is_small():
-    """10,800 lines are what it should come down to; until then it does not grow."""
-    assert sum(module.lines for module in MODULES.values()) <= 11_650
+    """11,800 lines with everything that is planned."""
+    assert sum(module.lines for module in MODULES.values()) <= 11_200
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
