@@ -222,7 +222,7 @@ def parse_args(argv: list[str], description: str = "") -> Args:
     names = [each.name for each in fields(Args)]
     for name in sorted(given - set(names)):
         if option := option_named(name):
-            fail(f"{spelled(name)} is no flag: it is set by {option}")
+            fail(f"{spelled(name)} is no flag: it is {option}")
     resumed = "resume" in given
     if resumed and words:
         fail(f"--resume takes its config from the run; leave out {words[0]}")
@@ -388,6 +388,8 @@ def check_objective(args: Args):
     for name, value in (("replay_advantage", "vtrace"), ("priority", "td_error"), ("loss_options.cut_off", "bootstrap")):
         if flat(vars(args))[name] == value and not advantage.needs_values:
             fail(f"{spelled(name)} {value} needs a critic, but the advantage is {kind!r}: use --algo ppo")
+    if args.critic_warmup and not advantage.needs_values:
+        fail(f"{told(args, 'critic_warmup')} needs a critic, but the advantage is {kind!r}: use --algo ppo, or drop it")
     if args.replay_advantage == "vtrace" and "replay_advantage" in args.released:
         fail("--replay-advantage vtrace contradicts --released replay_advantage: drop one of them")
     if loss.holds_ratio and objective.correction in losses.RATIO_CORRECTIONS:

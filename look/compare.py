@@ -190,7 +190,8 @@ def code_of(path: Path) -> dict[str, str]:
     """Digests of the files that decide what is learned, by "code FILE"; none of a run of older code."""
     if not (path / "code.json").is_file():
         return {}
-    return {f"code {name}": digest[:8] for name, digest in json.loads((path / "code.json").read_text()).items()}
+    digests = json.loads((path / "code.json").read_text())
+    return {f"code {name}": "+".join(part[:8] for part in digest.split("+")) for name, digest in digests.items()}
 
 
 def task_of(config: dict) -> dict:
@@ -199,34 +200,40 @@ def task_of(config: dict) -> dict:
     return {"env": config["env"]} | {key: value for key, value in options.items() if key != "prompt"}
 
 
+def values_of(runs: list[Run], key: str) -> set[str]:
+    """Of those that have it."""
+    return {json.dumps(run.config[key]) for run in runs if key in run.config}
+
+
 def grouped(runs: list[Run]) -> tuple[dict[str, list[Run]], list[str]]:
     """Runs by the settings that differ among them, and notes on what was left aside."""
     notes, groups = [], {}
-    shared = set.intersection(*(set(run.config) for run in runs)) - NOT_A_SETTING
-    lone = sorted({key for run in runs for key in run.config} - shared - NOT_A_SETTING)
+    every = list(dict.fromkeys(key for run in runs for key in run.config if key not in NOT_A_SETTING))
+    lone = [key for key in every if any(key not in run.config for run in runs) and len(values_of(runs, key)) == 1]
     if any(key.startswith("code ") for key in lone):
         notes.append("some runs do not say which code, or which task's file, they are of: taken for the same as the others'")
-        lone = [key for key in lone if not key.startswith("code ")]
-    if lone:
-        notes.append(f"runs of different versions: {', '.join(lone)} stand in some configs only and were not compared")
+    versions = [key for key in lone if not key.startswith(("code ", "loss_options."))]  # options differ with the loss
+    if versions:
+        notes.append(f"runs of different versions: {', '.join(versions)} stand in some configs only and were not compared")
 
     def kinds(keys) -> list[str]:
-        return [json.dumps([run.config[key] for key in keys]) for run in runs]
+        return [json.dumps([run.config.get(key) for key in keys]) for run in runs]
 
-    differing = [key for key in runs[0].config if key in shared and len(set(kinds([key]))) > 1]
+    differing = [key for key in every if key not in lone and len(set(kinds([key]))) > 1]
     names = list(differing)  # as few as tell the groups apart
     for key in sorted(reversed(differing), key=lambda key: key in TELLING):  # what says most is dropped last
         fewer = [name for name in names if name != key]
         names = fewer if len(set(kinds(fewer))) == len(set(kinds(differing))) else names
     for run in runs:
-        label = words({key: run.config[key] for key in names}) or "all runs"
+        told = [key for key in names if key in run.config] or [key for key in differing if key in run.config]
+        label = words({key: run.config[key] for key in told}) or "all runs"
         members = groups.setdefault(label, [])
         same = [member.path for member in members if member.config["seed"] == run.config["seed"]]
         if same:
             notes.append(f"skipped {run.path}: the settings and the seed are those of {same[0]}")
             continue
         if not members and len(names) < len(differing):
-            notes.append(f"{label} goes with {words({key: run.config[key] for key in differing if key not in names})}")
+            notes.append(f"{label} goes with {words({key: run.config[key] for key in differing if key in run.config and key not in told})}")
         members.append(run)
     if len(groups) > len(COLOURS) * len(LINES):
         fail(f"{len(groups)} different settings ({', '.join(differing)}) are more than can be told apart: compare fewer at once")

@@ -56,8 +56,9 @@ def option_named(name: str) -> str | None:
     """How the option is set whose name was taken for a flag; None where there is none."""
     for flag, table in (OPTIONS | {"loss_options": {*LOSS_OPTIONS, *losses.ALL_LOSS_OPTIONS}}).items():
         if name in table:
-            return f"{spelled(flag)} {name}"
-    return f"--released {name}" if name in RELEASED else TABLES["renamed"].get(name)
+            return f"set by {spelled(flag)} {name}"
+    now = f"--released {name}" if name in RELEASED else TABLES["renamed"].get(name)
+    return f"set by {now}" if now and not now.startswith("gone") else now
 
 
 def nearest(name: str, allowed) -> str:
@@ -138,7 +139,7 @@ def read_config(path: Path, names: list[str], resumed: bool = False) -> tuple[li
     for key, value in config.items():
         if key not in names:
             option = option_named(key)
-            meant = f": it is set by {option}." if option else nearest(key, names)
+            meant = f": it is {option}." if option else nearest(key, names)
             fail(f"{path}: unknown key {key!r}{meant} See --help." + resumed * (
                 " The run may be of another version of this code: go on with that, or drop the line if it made no difference"))
         if key == "resume":

@@ -166,7 +166,7 @@ def prepared(args: Args, folder: Path, checkpoint: Path | None) -> tuple[Run, di
         train_problems = np.array(problems_of(make_env(), "train", args.train_problems, 1536, "--train-problems"))
         if len(train_problems) < args.problems_per_iteration:
             fail(f"--problems-per-iteration {args.problems_per_iteration} is more than the {len(train_problems)} training problems "
-                 f"that --env {args.env} has: ask for fewer")
+                 "that there are: ask for fewer an iteration, or for more by --train-problems")
         heldout_problems = problems_of(make_env(), "heldout", args.eval_problems, 512, "--eval-problems")
         start_folder = start_policy(args, make_env, folder, checkpoint)
         policy, processor = load_policy(start_folder, getattr(torch, args.dtype), args.trust_remote_code)

@@ -166,6 +166,23 @@ def test_runs_of_an_edited_line_are_another_group(tmp_path):
     assert list(groups) == ["all runs"] and "do not say which code" in notes[0]
 
 
+def test_options_that_only_some_runs_have_tell_them_apart(tmp_path):
+    """A sweep of an option of a loss, beside a run of another loss that has no such option."""
+    runs = [curve([0], [0], seed=0, loss="ppo_clip", **{"loss_options.eps_low": 0.2})]
+    runs += [curve([0], [0], seed=seed, loss="soft_clip", **{"loss_options.width": width}) for seed, width in ((0, 0.3), (1, 0.5))]
+    groups, notes = grouped(runs)
+    assert [len(members) for members in groups.values()] == [1, 1, 1] and "all runs" not in groups
+    assert not any("different versions" in note for note in notes)
+
+
+def test_a_run_that_went_on_with_other_code_is_another_group(tmp_path):
+    for seed, digest in enumerate(("1" * 16, "1" * 16 + "+" + "2" * 16, "2" * 16)):
+        folder = make_run(tmp_path / f"run{seed}", [0.2, 0.4], seed=seed)
+        (folder / "code.json").write_text(json.dumps({"losses.py": digest}))
+    groups, _ = grouped([read_run(tmp_path / f"run{seed}", "episodes", "eval/success") for seed in range(3)])
+    assert len(groups) == 3
+
+
 def test_a_line_that_was_cut_is_dropped(tmp_path):
     folder = make_run(tmp_path / "a", [0.2, 0.5, 0.6])
     text = (folder / "metrics.jsonl").read_text()

@@ -104,6 +104,7 @@ def refused(capsys, *flags):
     (["--format-penalty", "nan"], ["--format-penalty nan", "a number"]),
     (["--tiny-options", "skill", "1.5"], ["between 0 and 1"]),
     (["--replay-options", "beta_end", "1.5"], ["--replay-options beta_end 1.5", "between 0 and 1"]),
+    (["--critic-warmup", "3"], ["--critic-warmup 3", "critic", "--algo ppo"]),
     (["--loss-options", "cut_off", "bootstrap"], ["cut_off bootstrap", "critic", "--algo ppo"]),
     (["--loss-options", "advantage_clip", "-1"], ["--loss-options advantage_clip -1", "above 0"]),
     (["--seed", "-1"], ["--seed -1"]),
