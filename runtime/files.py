@@ -210,10 +210,12 @@ def claim(run: Path, new: bool = False):
 
 
 def give_back(run: Path):
-    """Removes the claimed folder of a run that has written nothing."""
+    """Removes the claimed folder of a run that has written nothing, and that of all runs where it is empty then."""
     if os.listdir(run) == ["lock"]:
         (run / "lock").unlink()
         run.rmdir()
+        with contextlib.suppress(OSError):
+            run.parent.rmdir()
 
 
 class NotFinite(ValueError):

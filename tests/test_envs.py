@@ -1,4 +1,3 @@
-import doctest
 import inspect
 import os
 import re
@@ -785,7 +784,3 @@ def test_reasoning_gym_names_its_dataset(monkeypatch):
     monkeypatch.setitem(ENVS, "reasoning_gym", Fake)
     assert load_env("reasoning_gym:chain_sum") is Fake
     assert make_env_factory("reasoning_gym:chain_sum", {"size": "3"})().dataset == "chain_sum"
-
-
-def test_the_examples_in_the_docstrings():
-    assert doctest.testmod(sokoban).failed == 0 and doctest.testmod(sokoban).attempted > 0

@@ -17,6 +17,7 @@ from envs import FrozenLake
 from eval import averages, dispatch, evaluate, majority, outcome, pass_all_k, pass_at_k, seeds_of, summarise, wilson_interval
 from models import load_policy
 from policies.chat import Chat
+from runtime.files import digest
 from settings import Args
 
 
@@ -143,12 +144,19 @@ def test_seeds_stay_those_of_published_numbers():
 # -------------------------------------------------------------------------------------------------------- command line
 
 
+def seal(checkpoint):
+    """Its files are as they should be."""
+    digests = {path.name: {"sha256": digest(path)} for path in checkpoint.iterdir() if path.name != "manifest.json"}
+    (checkpoint / "manifest.json").write_text(json.dumps(digests))
+
+
 @pytest.fixture
 def run(tmp_path, tiny_folder):
     """A run with one checkpoint, the warm-started policy itself."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_folder, folder / "checkpoints" / "step_7")
     (folder / "checkpoints" / "step_7" / "state.json").write_text("{}")
+    seal(folder / "checkpoints" / "step_7")
     config = asdict(Args(env_options={"prompt": "tiny"}, eval_problems=12, max_turns=3))
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -211,6 +219,7 @@ def test_an_evaluation_goes_on_where_it_was_stopped(run, tmp_path, monkeypatch, 
     assert evaluated(run, "--temperature", "0.5")["episodes"] == 12 and sizes[7:] == [12], "another setting starts anew"
     weights = run / "checkpoints" / "step_7" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    seal(weights.parent)
     assert evaluated(run)["episodes"] == 12 and sizes[8:] == [12], "so do other weights under the same name"
 
 
@@ -302,6 +311,7 @@ def test_a_lora_checkpoint_is_loaded_with_its_base(run, tiny_folder):
     adapted.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "state.json").write_text("{}")
+    seal(folder)
     lora = evaluated(run)
     assert lora["checkpoint"] == "step_8"
     shutil.rmtree(folder)
@@ -341,9 +351,11 @@ def test_a_tokenizer_and_weights_of_different_models_are_refused(run, capsys):
     tokenizer = load_policy(checkpoint)[1]
     tokenizer.add_tokens([f"word{number}" for number in range(5)])
     tokenizer.save_pretrained(checkpoint)
+    seal(checkpoint)
     assert "of different models" in refused(capsys, run)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 5}))
+    seal(checkpoint)
     assert "cannot load" in refused(capsys, run)
     (checkpoint / "model.safetensors").unlink()
     assert "cannot load" in refused(capsys, run)
