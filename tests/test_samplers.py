@@ -517,7 +517,7 @@ def test_every_batch_is_played_once_in_a_run_that_was_interrupted(tmp_path, quic
     shown = [json.loads(line) for line in (run.run / "episodes.jsonl").read_text().splitlines()]
     first = {row["group_id"] // 6: row["problem_id"] for row in shown if "group_id" in row}  # four of a batch's first group
     assert len(shown) == 4 * len(first) and sorted(first) == list(range(1, done + 5))
-    problems, sampler = np.array(tiny_lake().problems("train", 64)), ProblemSampler(64, "uniform", group_size=4, seed=0)
+    problems, sampler = np.array(tiny_lake().problems("train", 64)), ProblemSampler(64, "shuffled", group_size=4, seed=0)
     assert first == {number: problems[sampler.select(6, number)[0]] for number in range(1, done + 5)}  # as if undisturbed
 
 

@@ -249,11 +249,11 @@ def test_a_study_is_played_by_the_real_train_resumed_after_a_kill_and_keeps_fail
     (root / "studies" / "example.yaml").write_text(yaml.safe_dump({
         "question": "Does it run?", "config": "configs/frozenlake_tiny.yaml",
         "seeds": [0], "sweep": {"lr": [1e-3], "seeds": [100]},
-        "flags": {"tiny_width": 64, "tiny_layers": 2, "warm_start_updates": 4, "iterations": 3, "problems_per_iteration": 4,
+        "flags": {"tiny_options": {"width": 64, "layers": 2, "updates": 4}, "iterations": 3, "problems_per_iteration": 4,
                   "group_size": 2, "replay_batch_size": 2, "eval_problems": 8, "eval_every": 1, "max_turns": 4,
                   "cache_dir": str(tmp_path / "cache")},
         "arms": {"on_policy": {"replay": "none", "replay_updates": 0},
-                 "auto": {"replay": "fresh", "tau": "auto", "probe_episodes": 8}, "too_few": {"replay": "fresh", "tau": "auto"},
+                 "auto": {"replay": "fresh", "tau": "auto", "replay_options": {"probe_episodes": 8}}, "too_few": {"replay": "fresh", "tau": "auto"},
                  "failing": {"replay": "fresh", "env": "no_such_task"}},
         "comparisons": [{"x": "episodes", "arms": ["on_policy", "auto"], "against": ["on_policy"]}],
         "drift_of": ["auto", "too_few"]}))
