@@ -8,8 +8,8 @@ and the number of held-out problems. On one machine a seed gives the same digits
 round otherwise, so a number has moved when it differs by more than three standard errors of two such shares.
 
 Those of arithmetic_tiny, frozenlake_tiny_problems, frozenlake_tiny_reinforce and sokoban_tiny were measured before updates read
-shared beginnings once, which changed log-probs in their last digits. Those of arithmetic_tiny, frozenlake_vlm_tiny, the two fifo
-ones and sokoban_tiny were measured before problems came in shuffled passes and learning rate and beta followed the iterations:
+shared beginnings once, which changed log-probs in their last digits. Those of arithmetic_tiny, frozenlake_tiny_problems,
+frozenlake_vlm_tiny, the two fifo ones and sokoban_tiny were measured before problems came in shuffled passes and learning rate and beta followed the iterations:
 they may come out "close" or "MOVED".
 """
 import json
