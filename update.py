@@ -245,9 +245,10 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
         """The norm of its gradient before the clipping. A gradient that is not finite stays as it is, so that it can be named."""
         parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-        if math.isfinite(ranks.whole(norm)):
+        whole = float(ranks.whole(norm))
+        if math.isfinite(whole):
             torch.nn.utils.clip_grads_with_norm_(parameters, args.max_grad_norm, norm)
-        return float(ranks.whole(norm))
+        return whole
 
     lr = learning_rate(args, learner.place)
     learner.place += 1
@@ -265,7 +266,7 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
     if metrics["nonfinite"]:
         metrics["where"] = where_not_finite(learner, metrics)
     fine = not metrics["nonfinite"] and (trained or "step_without_signal" in args.released)
-    warming = learner.critic is not None and steps_of(learner.critic_optimizer) < args.critic_warmup
+    warming = args.critic_warmup > 0 and steps_of(learner.critic_optimizer) < args.critic_warmup
     metrics["steps"] = int(fine and not warming)
     if metrics["steps"]:
         if not trained:  # the released code's step on momentum alone
@@ -280,7 +281,10 @@ def update(learner: Learner, episodes, weights=None, ages=None, proximal_BT=None
 
 
 def steps_of(optimizer) -> int:
-    return max((int(entry["step"]) for entry in optimizer.state_dict()["state"].values()), default=0)
+    """Steps that it has taken, also before the run was resumed; of its first parameter, as all take each step."""
+    for entry in optimizer.state.values():
+        return int(entry["step"])
+    return 0
 
 
 def planned_updates(args) -> tuple[int, int]:
