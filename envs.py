@@ -53,12 +53,24 @@ def parse_answer(text: str, allowed: list[str]) -> int | None:
     return words.index(answers[0].lower()) if answers[0].lower() in words else None
 
 
+def first_word(text: str, allowed: list[str]) -> int | None:
+    """Index of the allowed word that comes first in the first line that says anything; None when it has none.
+
+    >>> first_word("\\nI'd go down, then right.", ["Left", "Down", "Right"])
+    1
+    """
+    line = text.strip().partition("\n")[0]
+    found = re.search(rf"\b({'|'.join(allowed)})\b", line, re.IGNORECASE | re.ASCII)
+    return [word.lower() for word in allowed].index(found[1].lower()) if found else None
+
+
 class BoardGame:
-    """What the three board games share: one move a turn, written <answer>Left</answer>.
+    """What the three board games share: one move a turn, written <answer>Left</answer>, or with prompt="chat" as a bare word.
 
     A game adds its texts, content(problem_id), start(), play(), render(), hints(), legal_moves() and best_moves().
     """
     stop, slow, view = (), False, "text"
+    prompts = ("full", "chat", "tiny")
     moves = ["Left", "Down", "Right", "Up"]
 
     def split_of(self, content: str) -> str:
@@ -73,6 +85,8 @@ class BoardGame:
     def reset(self, problem_id: int, seed: int) -> str:
         self.success, self.info = False, {"true_return": 0.0}
         self.start(int(problem_id), int(seed))
+        if self.prompt == "chat":
+            return f"{self.role} {self.rules()}\nSymbols: {self.legend}.\n\n{self.observation(first=True)}"
         if self.prompt == "tiny":
             return f"{self.short_rules()}\n{self.observation(first=True)}".rstrip()
         if self.view != "text":
@@ -87,6 +101,8 @@ class BoardGame:
     def observation(self, first: bool = False) -> str:
         """The board; for the tiny policy hints, and the board no more often than needed, its context being short. With pictures,
         nothing that they show."""
+        if self.prompt == "chat":
+            return f"{self.render()}\n\nWhich way do you go? Answer with one word: Left, Down, Right or Up."
         if self.prompt == "full":  # said every turn: small models forget the format
             board = self.render() if self.view == "text" else "The picture shows the board now."
             return board + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
@@ -97,7 +113,7 @@ class BoardGame:
         return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
-        move = parse_answer(answer, self.moves)
+        move = (first_word if self.prompt == "chat" else parse_answer)(answer, self.moves)
         score, done = self.play(move)  # None is a turn without a move, so that rambling is never better than playing
         self.info["true_return"] += score
         return ("" if move is not None else "No valid answer.\n") + self.observation(), score, done, move is not None
@@ -105,7 +121,8 @@ class BoardGame:
     def scripted_answer(self, rng, skill: float) -> str:
         """A best move with probability `skill`, else any move that changes the board, bad ones included."""
         moves = self.best_moves() if rng.random() < skill else self.legal_moves()
-        return f"<answer>{self.moves[rng.choice(moves)]}</answer>"
+        move = self.moves[rng.choice(moves)]
+        return move if self.prompt == "chat" else f"<answer>{move}</answer>"
 
 
 class FrozenLake(BoardGame):
@@ -128,7 +145,7 @@ class FrozenLake(BoardGame):
         self.size, self.frozen_probability = size, frozen_probability
         require(8 <= cell_pixels <= 64, f"cell_pixels={cell_pixels}: allowed is 8 to 64")
         self.slippery, self.random_start, self.cell_pixels = slippery, random_start, cell_pixels
-        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+        self.prompt = one_of("prompt", prompt, self.prompts)
         self.view = one_of("view", view, ("text", "image", "blank"))
 
     def board(self, problem_id: int) -> list[str]:
@@ -198,8 +215,10 @@ class FrozenLake(BoardGame):
 
 
 def options_for(model: str, task: type) -> dict[str, str]:
-    """What the tiny policies need of a task: a prompt of words that they know, pictures in which a cell is a patch."""
-    wanted = {"tiny": {"prompt": "tiny"}, "tiny-vlm": {"prompt": "tiny", "view": "image", "cell_pixels": "16"}}.get(model, {})
+    """What a model needs of a task: the tiny ones a prompt of words that they know, and pictures in which a cell is a patch; a small
+    chat model one that asks for a plain answer, where the task has it, since it never writes tags."""
+    wanted = {"tiny": {"prompt": "tiny"}, "tiny-vlm": {"prompt": "tiny", "view": "image", "cell_pixels": "16"},
+              "smollm2": {"prompt": "chat"} if "chat" in getattr(task, "prompts", ()) else {}}.get(model, {})
     return {name: value for name, value in wanted.items() if name in inspect.signature(task.__init__).parameters}
 
 

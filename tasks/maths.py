@@ -505,13 +505,14 @@ class Arithmetic(Attempts):
     """Sums of `terms` numbers of up to `digits` digits, one attempt. All are enumerated: an id spells its numbers."""
     name, stop, slow = "arithmetic", (), False
     tiny_words = "+ ="
+    prompts = ("full", "chat", "tiny")
     no_answer = "There is no single number in one <answer> tag."
 
     def __init__(self, *, digits: int = 2, terms: int = 2, prompt: str = "full"):
         require(digits >= 1 and terms >= 2 and digits * terms <= 6, f"digits={digits}, terms={terms}: digits is at "
                 "least 1, terms at least 2, and their product at most 6 (a million problems)")
         super().__init__()
-        self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, ("full", "tiny"))
+        self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, self.prompts)
 
     def problems(self, split: str, count: int) -> list[int]:
         ids = sums(self.digits, self.terms)[one_of("split", split, ("train", "heldout"))]
@@ -530,11 +531,16 @@ class Arithmetic(Attempts):
         self.begin(Problem(text, str(self.gold)))
         if self.prompt == "tiny":
             return text
+        if self.prompt == "chat":
+            return f"What is {text.removesuffix(' =')}? Answer with the number only."
         return ("You are a careful calculator. Add the numbers and write the sum alone in one <answer> tag.\n"
                 f"Example: 12 + 30 = <answer>42</answer>\n\n{text}")
 
     def judged(self, answer: str) -> tuple[str | None, bool]:
-        given = {"".join(content.split()) for content in tagged(answer)}  # tiny puts spaces between digits
+        if self.prompt == "chat":  # the last number of the first line
+            given = set(re.findall("[0-9]+", answer.strip().partition("\n")[0].replace(",", ""))[-1:])
+        else:
+            given = {"".join(content.split()) for content in tagged(answer)}  # tiny puts spaces between digits
         if len(given) != 1 or not re.fullmatch("-?[0-9]{1,9}", *given):
             return None, False
         (given,) = given
@@ -543,7 +549,8 @@ class Arithmetic(Attempts):
     def scripted_answer(self, rng, skill: float) -> str:
         """The sum with probability `skill`, else a number that is off by one in one place."""
         off = 0 if rng.random() < skill else int(rng.choice([-1, 1])) * 10 ** int(rng.integers(self.digits))
-        return f"<answer>{self.gold + off if self.gold + off >= 0 else self.gold - off}</answer>"
+        said = self.gold + off if self.gold + off >= 0 else self.gold - off
+        return str(said) if self.prompt == "chat" else f"<answer>{said}</answer>"
 
 
 @functools.lru_cache(GYM_SIZE)
