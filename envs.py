@@ -20,7 +20,6 @@ import functools
 import hashlib
 import importlib.util
 import inspect
-import re
 import sys
 from pathlib import Path
 
@@ -28,9 +27,9 @@ import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from episode import one_of, require
+from tasks.answers import first_word, parse_answer
 
 HELDOUT_CLASSES = 4  # one class in four of the content hashes is held out: 4x4 has too few maps for one in eight
-ANSWER = re.compile(r"<answer>\s*[*_`]*([A-Za-z]{1,10})[*_`]*\s*</answer>", re.IGNORECASE | re.ASCII)
 EACH_TURN = ("Each turn, answer with one move: Left, Down, Right or Up, like <answer>Left</answer>. Anything else is a turn "
              "without a move.\n")
 
@@ -40,31 +39,13 @@ class MissingData(RuntimeError):
     which installs it."""
 
 
-def after_thoughts(text: str) -> str:
-    """What follows the last </think>, up to a thought that is not closed, since the length cut it."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
-
-
-def parse_answer(text: str, allowed: list[str]) -> int | None:
-    """Index of the one allowed word, bold or not, in the one <answer> tag after the thoughts; None for none and for several.
-
-    >>> parse_answer("I go <answer> up </answer>", ["Up", "Down"]), parse_answer("<answer>Up</answer><answer>Up</answer>", ["Up"])
-    (0, None)
-    """
-    text = after_thoughts(text)
-    answers = ANSWER.findall(text)
-    if len(answers) != 1 or text.lower().count("<answer>") != 1:
-        return None
-    places = {word.lower(): place for place, word in enumerate(allowed)}
-    return places.get(answers[0].lower())
-
-
 class BoardGame:
-    """What the three board games share: one move a turn, written <answer>Left</answer>.
+    """What the three board games share: one move a turn, written <answer>Left</answer>, or with prompt="chat" as a bare word.
 
     A game adds its texts, content(problem_id), start(), play(), render(), hints(), legal_moves() and best_moves().
     """
     stop, slow, view = (), False, "text"
+    prompts = ("full", "chat", "tiny")
     moves = ["Left", "Down", "Right", "Up"]
 
     def split_of(self, content: str) -> str:
@@ -79,6 +60,8 @@ class BoardGame:
     def reset(self, problem_id: int, seed: int) -> str:
         self.success, self.info = False, {"true_return": 0.0}
         self.start(int(problem_id), int(seed))
+        if self.prompt == "chat":
+            return f"{self.role} {self.rules()}\nSymbols: {self.legend}.\n\n{self.observation(first=True)}"
         if self.prompt == "tiny":
             return f"{self.short_rules()}\n{self.observation(first=True)}".rstrip()
         start = f"{self.role} {self.rules()}\n"
@@ -91,6 +74,8 @@ class BoardGame:
     def observation(self, first: bool = False) -> str:
         """The board; for the tiny policy hints, and the board no more often than needed, its context being short. With pictures,
         nothing that they show."""
+        if self.prompt == "chat":
+            return f"{self.render()}\n\nWhich way do you go? Answer with one word: Left, Down, Right or Up."
         if self.prompt == "full":  # said every turn: small models forget the format
             board = self.render() if self.view == "text" else "The picture shows the board now."
             return board + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
@@ -101,7 +86,7 @@ class BoardGame:
         return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
-        move = parse_answer(answer, self.moves)
+        move = (first_word if self.prompt == "chat" else parse_answer)(answer, self.moves)
         score, done = self.play(move)  # None is a turn without a move, so that rambling is never better than playing
         self.info["true_return"] += score
         return ("" if move is not None else "No valid answer.\n") + self.observation(), score, done, move is not None
@@ -109,7 +94,8 @@ class BoardGame:
     def scripted_answer(self, rng, skill: float) -> str:
         """A best move with probability `skill`, else any move that changes the board, bad ones included."""
         moves = self.best_moves() if rng.random() < skill else self.legal_moves()
-        return f"<answer>{self.moves[rng.choice(moves)]}</answer>"
+        move = self.moves[rng.choice(moves)]
+        return move if self.prompt == "chat" else f"<answer>{move}</answer>"
 
 
 class FrozenLake(BoardGame):
@@ -131,7 +117,7 @@ class FrozenLake(BoardGame):
         self.size, self.frozen_probability = size, frozen_probability
         require(8 <= cell_pixels <= 64, f"cell_pixels={cell_pixels}: allowed is 8 to 64")
         self.slippery, self.random_start, self.cell_pixels = slippery, random_start, cell_pixels
-        self.prompt, self.view = one_of("prompt", prompt, ("full", "tiny")), one_of("view", view, ("text", "image", "blank"))
+        self.prompt, self.view = one_of("prompt", prompt, self.prompts), one_of("view", view, ("text", "image", "blank"))
 
     def board(self, problem_id: int) -> list[str]:
         if not self.random_start:
@@ -200,8 +186,10 @@ class FrozenLake(BoardGame):
 
 
 def options_for(model: str, task: type) -> dict[str, str]:
-    """What the tiny policies need of a task: a prompt of words that they know, pictures in which a cell is a patch."""
-    wanted = {"tiny": {"prompt": "tiny"}, "tiny-vlm": {"prompt": "tiny", "view": "image", "cell_pixels": "16"}}.get(model, {})
+    """What a model needs of a task: the tiny ones a prompt of words that they know, and pictures in which a cell is a patch; a small
+    chat model one that asks for a plain answer, where the task has it, since it never writes tags."""
+    wanted = {"tiny": {"prompt": "tiny"}, "tiny-vlm": {"prompt": "tiny", "view": "image", "cell_pixels": "16"},
+              "smollm2": {"prompt": "chat"} if "chat" in getattr(task, "prompts", ()) else {}}.get(model, {})
     return {name: value for name, value in wanted.items() if name in inspect.signature(task.__init__).parameters}
 
 

@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from envs import after_thoughts
+from tasks.answers import after_thoughts
 
 
 class Guess:

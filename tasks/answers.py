@@ -4,17 +4,51 @@ import re
 from decimal import Context, Decimal
 from fractions import Fraction
 
-from envs import after_thoughts
-
 DECIMALS = 40  # places after the point that a number may be written with
 MAX_ANSWER = 300  # characters; the longest gold of MATH has 81
 
 BOXES = re.compile(r"\\(?:boxed|fbox)\s*(?P<open>\{)|\\(?:boxed|fbox)\s+(?P<bare>[^\s${}]+)|\\.|[{}]", re.DOTALL)
+ANSWER = re.compile(r"<answer>\s*[*_`]*([A-Za-z]{1,10})[*_`]*\s*</answer>", re.IGNORECASE | re.ASCII)
 NUMBER = re.compile(r"[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 MIXED = re.compile(r"([-+]?)([0-9]*)\\frac\{([0-9]+)\}\{([0-9]*[1-9][0-9]*)\}")  # 1\frac{1}{2}; without a whole part \frac{1}{2}
 
 NAMES = re.compile(  # x=, x_1=, f(2)= or (x,y)=
     r"(?:^|,|;|or|and)(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\(-?\w+\))?|\([a-z](?:,[a-z])+\))=")
+
+
+def after_thoughts(text: str) -> str:
+    """What follows the last </think>, up to a thought that is not closed, since the length cut it."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
+def parse_answer(text: str, allowed: list[str]) -> int | None:
+    """Index of the one allowed word, bold or not, in the one <answer> tag after the thoughts; None for none and for several.
+
+    >>> parse_answer("I go <answer> up </answer>", ["Up", "Down"]), parse_answer("<answer>Up</answer><answer>Up</answer>", ["Up"])
+    (0, None)
+    """
+    text = after_thoughts(text)
+    answers = ANSWER.findall(text)
+    if len(answers) != 1 or text.lower().count("<answer>") != 1:
+        return None
+    places = {word.lower(): place for place, word in enumerate(allowed)}
+    return places.get(answers[0].lower())
+
+
+def first_line(text: str) -> str:
+    """The first line after the thoughts that says anything; small chat models answer there and ramble on."""
+    return after_thoughts(text).strip().partition("\n")[0].strip()
+
+
+def first_word(text: str, allowed: list[str]) -> int | None:
+    """Index of the allowed word that comes first in the first line; None when it has none.
+
+    >>> first_word("\\nI'd go down, then right.", ["Left", "Down", "Right"])
+    1
+    """
+    places = {word.lower(): place for place, word in enumerate(allowed)}
+    found = (places.get(word) for word in re.findall(r"\w+", first_line(text).lower()))
+    return next((place for place in found if place is not None), None)
 
 
 def boxed(text: str) -> list[str]:

@@ -30,7 +30,7 @@ class CliffWalking(FrozenLake):
 
     def __init__(self, *, slippery: bool = False, published_start: bool = False, prompt: str = "full"):
         self.slippery, self.published_start = slippery, published_start
-        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+        self.prompt = one_of("prompt", prompt, self.prompts)
 
     def problems(self, split: str, count: int) -> list[int]:
         one_of("split", split, ("train", "heldout"))

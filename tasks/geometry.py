@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from envs import parse_answer
 from episode import one_of, require
 from tasks import maths
+from tasks.answers import parse_answer
 from tasks.sources import first_different, read, written
 
 IMAGE_COLUMNS = ("image", "images", "img", "diagram", "picture", "file_name")

@@ -21,9 +21,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from envs import after_thoughts
 from episode import one_of, require
-from tasks.answers import MAX_ANSWER, as_latex, boxed, equal_numbers, final_answer, says_something, states_one_thing, tagged, value
+from tasks.answers import (
+    MAX_ANSWER, after_thoughts, as_latex, boxed, equal_numbers, final_answer, first_line, says_something, states_one_thing, tagged, value,
+)
 from tasks.sources import HUB_ID, first_different, installed, read, read_requests, written
 
 CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
@@ -450,13 +451,14 @@ class Arithmetic(Attempts):
     """Sums of `terms` numbers of up to `digits` digits, one attempt. All are enumerated: an id spells its numbers."""
     name, stop, slow = "arithmetic", (), False
     tiny_words = "+ ="
+    prompts = ("full", "chat", "tiny")
     no_answer = "There is no single number in one <answer> tag."
 
     def __init__(self, *, digits: int = 2, terms: int = 2, prompt: str = "full"):
         require(digits >= 1 and terms >= 2 and digits * terms <= 6, f"digits={digits}, terms={terms}: digits is at "
                 "least 1, terms at least 2, and their product at most 6 (a million problems)")
         super().__init__()
-        self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, ("full", "tiny"))
+        self.digits, self.terms, self.prompt = digits, terms, one_of("prompt", prompt, self.prompts)
 
     def problems(self, split: str, count: int) -> list[int]:
         ids = sums(self.digits, self.terms)[one_of("split", split, ("train", "heldout"))]
@@ -475,11 +477,17 @@ class Arithmetic(Attempts):
         self.begin(Problem(text, str(self.gold)))
         if self.prompt == "tiny":
             return text
+        if self.prompt == "chat":
+            return f"What is {text.removesuffix(' =')}? Answer with the number only."
         return ("You are a careful calculator. Add the numbers and write the sum alone in one <answer> tag.\n"
                 f"Example: 12 + 30 = <answer>42</answer>\n\n{text}")
 
     def judged(self, answer: str) -> tuple[str | None, bool]:
-        given = {"".join(content.split()) for content in tagged(after_thoughts(answer))}  # tiny puts spaces between digits
+        if self.prompt == "chat":
+            numbers = re.findall(r"-?[0-9][0-9,]*(?:\.[0-9]+)?", first_line(answer))
+            given = {number.replace(",", "") for number in numbers[-1:]}
+        else:
+            given = {"".join(content.split()) for content in tagged(after_thoughts(answer))}  # tiny puts spaces between digits
         if len(given) != 1 or not re.fullmatch("-?[0-9]{1,9}", *given):
             return None, False
         (given,) = given
@@ -488,7 +496,8 @@ class Arithmetic(Attempts):
     def scripted_answer(self, rng, skill: float) -> str:
         """The sum with probability `skill`, else a number that is off by one in one place."""
         off = 0 if rng.random() < skill else int(rng.choice([-1, 1])) * 10 ** int(rng.integers(self.digits))
-        return f"<answer>{self.gold + off if self.gold + off >= 0 else self.gold - off}</answer>"
+        said = self.gold + off if self.gold + off >= 0 else self.gold - off
+        return str(said) if self.prompt == "chat" else f"<answer>{said}</answer>"
 
 
 @functools.lru_cache(GYM_SIZE)

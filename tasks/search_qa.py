@@ -26,6 +26,7 @@ from filelock import FileLock
 
 from envs import HELDOUT_CLASSES, MissingData
 from episode import one_of, require
+from tasks.answers import first_line
 from tasks.sources import HUB_ID, need, package_folder, read, read_json, read_requests
 
 MAX_ACTION = 400  # characters of a query or an answer
@@ -44,7 +45,8 @@ PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(co
 MARK = re.compile(r"((?<=[0-9])[-+*/.,:^'](?=[0-9])|(?<![\w)])-(?=[$£€]?[0-9])|(?<=[0-9]e)-(?=[0-9])|"
                   r"(?<=[a-z])[+#]+|(?<![\w.])\.(?=[a-z]))|[^\w\s]|_")
 NEUTRAL = str.maketrans("<>＜＞", "‹›‹›")  # no tag and no special token of a chat template survives in foreign text
-PROMPTS = {"tiny": "{question}", "full": Path(__file__).with_suffix(".txt").read_text("utf-8").rstrip("\n")}
+CHAT = "{passages}\n\n{question} Answer with a few words of the text."
+PROMPTS = {"tiny": "{question}", "chat": CHAT, "full": Path(__file__).with_suffix(".txt").read_text("utf-8").rstrip("\n")}
 
 
 class RetrieverError(RuntimeError):
@@ -394,6 +396,7 @@ def parse_turn(text: str) -> tuple[str, str]:
 class SearchQA:
     """Questions to answer with a search engine. A problem id is a question's place in the order of content hashes.
 
+    prompt chat: the passages that the question itself finds are shown at once, and the first line of the one turn is the answer.
     reward em: 1 when the answer equals an accepted one after normalisation, else 0. f1: the best F1 over them; at most
     1, and 2 / (k + 1) for a list of k candidates, by which an undecided policy can still gain: em is the default.
     normalization own: SQuAD's, but 3.5 is not 35. squad: SQuAD's own, as published EM has it.
@@ -402,6 +405,7 @@ class SearchQA:
     name = "search"
     stop = ("</search>", "</answer>")
     slow = True
+    prompts = ("full", "chat", "tiny")
     tiny_words = "<think> </think> <search> </search> <information> </information>"  # for the tiny tokenizer
 
     def __init__(self, *, retriever: str = "bm25", questions: str = "squad+triviaqa", corpus: str = "packaged",
@@ -457,10 +461,23 @@ class SearchQA:
         self.queries, self.shown, self.success = [], (), False
         self.info = {"exact_match": 0.0, "f1": 0.0, "searches": 0, "answered": 0.0, "answer_in_passages": 0.0,
                      "prediction": "", "gold": " | ".join(self.question.answers[:3]), "question": self.question.text}
-        return PROMPTS[self.prompt].format(question=self.question.text, max_searches=self.max_searches)
+        if self.prompt == "chat":
+            self.look_up(self.question.text)
+        passages = "\n".join(text for _, text in self.shown)
+        return PROMPTS[self.prompt].format(question=self.question.text, max_searches=self.max_searches, passages=passages)
+
+    def look_up(self, query: str):
+        self.shown = self.search(query)
+        self.queries.append(query)
+        self.info["searches"] += 1
+        if any(holds_answer(f"{title} {text}", self.question.answers, self.normalized) for title, text in self.shown):
+            self.info["answer_in_passages"] = 1.0
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
         kind, content = parse_turn(answer)
+        if self.prompt == "chat":
+            line = unicode(first_line(answer))[:MAX_ACTION]
+            kind, content = ("answer", line) if self.normalized(line) else ("invalid", "no answer")
         left = self.max_searches - len(self.queries)
         if kind == "search" and left == 0:
             kind, content = "invalid", "no searches are left"
@@ -469,11 +486,7 @@ class SearchQA:
         if kind == "thought":
             return "Go on with <search> or <answer>.", 0.0, False, True
         if kind == "search":
-            self.shown = self.search(content)
-            self.queries.append(content)
-            self.info["searches"] += 1
-            if any(holds_answer(f"{title} {text}", self.question.answers, self.normalized) for title, text in self.shown):
-                self.info["answer_in_passages"] = 1.0
+            self.look_up(content)
             lines = [f"[{number}] {title}{': ' if title else ''}{text}"
                      for number, (title, text) in enumerate(self.shown, 1)] or ["Nothing was found."]
             message = "\n".join(["<information>", *lines, "</information>", f"Searches left: {left - 1}."])
@@ -497,4 +510,4 @@ class SearchQA:
         gold = {self.normalized(answer) for answer in self.question.answers}
         wrong = [word for _, text in self.shown for word in WORD.findall(text) if self.normalized(word) not in gold]
         answer = self.question.answers[0] if rng.random() < skill else rng.choice(wrong or ["unknown"])
-        return f"<answer>{answer}</answer>"
+        return answer if self.prompt == "chat" else f"<answer>{answer}</answer>"

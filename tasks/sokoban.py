@@ -179,7 +179,7 @@ class Sokoban(BoardGame):
         require(max_moves == 0 or max_moves >= 4 * boxes, f"max_moves={max_moves}: allowed is 0 or at least 4 a box")
         self.size, self.boxes, self.max_moves, self.level_size = size, boxes, max_moves, level_size
         self.levels = one_of("levels", levels, ("generated", "microban", "sasquatch"))
-        self.prompt = one_of("prompt", prompt, ("full", "tiny"))
+        self.prompt = one_of("prompt", prompt, self.prompts)
         self.view = one_of("view", view, ("text", "image", "blank"))
 
     def split_of(self, content: str) -> str:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT
-from envs import ENVS, FrozenLake, MissingData, load_env, make_env_factory, parse_answer
+from envs import ENVS, FrozenLake, MissingData, load_env, make_env_factory
 from tasks import sokoban
+from tasks.answers import parse_answer
 from tasks.cliffwalking import CliffWalking
 from tasks.sokoban import Room, Sokoban, cells_of, mask_of, published_levels, push, read_level, reverse_play, room_content
 

@@ -20,7 +20,7 @@ from test_chat import CHATML, chat_of
 from test_field_bugs import PLAY, Scripted, Talk, episode, nano  # noqa: F401  (nano is a fixture)
 
 from buffer import PRIORITIES, ReplayBuffer
-from envs import make_env_factory, parse_answer
+from envs import make_env_factory
 from episode import episode_record
 from look.viewer import page, page_data
 from losses import (ADVANTAGES, AGGREGATIONS, ALGORITHMS, CORRECTIONS, KLS, LOSSES, RATIO_CORRECTIONS, compute_advantages, kl,
@@ -32,6 +32,7 @@ from runtime.metrics import by_age, diagnostics
 from runtime.options import OPTIONS, RELEASED, complete
 from settings import Args, checked, parse_args
 from tasks import maths, search_qa
+from tasks.answers import parse_answer
 from train import main
 
 

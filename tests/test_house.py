@@ -137,7 +137,7 @@ def test_the_top_level_is_one_file_a_stage():
 
 def test_the_product_is_small():
     """11,800 lines with everything that is planned."""
-    assert sum(module.lines for module in MODULES.values()) <= 11_200
+    assert sum(module.lines for module in MODULES.values()) <= 11_300
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
