@@ -60,11 +60,11 @@ class BoardGame:
     def reset(self, problem_id: int, seed: int) -> str:
         self.success, self.info = False, {"true_return": 0.0}
         self.start(int(problem_id), int(seed))
-        if self.prompt == "chat":
-            return f"{self.role} {self.rules()}\nSymbols: {self.legend}.\n\n{self.observation(first=True)}"
         if self.prompt == "tiny":
             return f"{self.short_rules()}\n{self.observation(first=True)}".rstrip()
         start = f"{self.role} {self.rules()}\n"
+        if self.prompt == "chat":
+            return start + self.observation()
         if self.view != "text":
             return f"{start}The picture shows the board: {self.picture}.\n{EACH_TURN}{self.observation()}"
         board, move = self.example
@@ -75,7 +75,8 @@ class BoardGame:
         """The board; for the tiny policy hints, and the board no more often than needed, its context being short. With pictures,
         nothing that they show."""
         if self.prompt == "chat":
-            return f"{self.render()}\n\nWhich way do you go? Answer with one word: Left, Down, Right or Up."
+            seen = self.in_words() if self.view == "text" else f"The picture shows the board now: {self.picture}."
+            return f"{seen} Which way do you go? Answer with one word: left, down, right or up."
         if self.prompt == "full":  # said every turn: small models forget the format
             board = self.render() if self.view == "text" else "The picture shows the board now."
             return board + "\n\nYour move, as " + ", ".join(f"<answer>{move}</answer>" for move in self.moves[:-1]) + \
@@ -84,6 +85,9 @@ class BoardGame:
             return ""
         board = self.tiny_board == "always" or first and self.tiny_board == "first"
         return self.render().replace("S", "@") + "\n" + self.hints() if board else self.hints()
+
+    def in_words(self) -> str:
+        return f"{self.legend}.\n{self.render()}\n"
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
         move = (first_word if self.prompt == "chat" else parse_answer)(answer, self.moves)
@@ -103,7 +107,7 @@ class FrozenLake(BoardGame):
 
     Start and goal are opposite corners (gymnasium's own maps), or anywhere with `random_start`, as FreshPER had them.
     """
-    name, ground, tiny_board = "frozenlake", "ice", "always"
+    name, ground, danger, tiny_board = "frozenlake", "ice", "hole", "always"
     role = "You are walking on a frozen lake."
     legend = "P is you, _ is ice, O is a hole, G is the goal, X is you in a hole, √ is you on the goal"
     example = ("P G\n_ O", "Right")
@@ -161,6 +165,10 @@ class FrozenLake(BoardGame):
     def hints(self) -> str:
         from tasks.boards import lake_hints
         return lake_hints(self.map, self.position, self.moves, self.render().split())
+
+    def in_words(self) -> str:
+        from tasks.boards import lake_in_words
+        return lake_in_words(self.map, self.position, self.moves, self.danger)
 
     def image(self) -> np.ndarray:
         """gymnasium's own picture: (H, W, 3) uint8."""

@@ -53,6 +53,18 @@ def lake_hints(board: list[str], position: int, moves: list[str], cells: list[st
     return f"player {row + 1} {column + 1} goal {goal_row + 1} {goal_column + 1}\n{around}"
 
 
+def lake_in_words(board: list[str], position: int, moves: list[str], danger: str) -> str:
+    """What small chat models understand better than a drawn board: the way to the goal as the crow flies, and the cells around."""
+    names = {"S": "free", "F": "free", "H": danger, "G": "goal"}
+    cells, columns = "".join(board), len(board[0])
+    (row, column), (goal_row, goal_column) = (divmod(cell, columns) for cell in (position, cells.index("G")))
+    steps = {"down": goal_row - row, "up": row - goal_row, "right": goal_column - column, "left": column - goal_column}
+    way = " and ".join(f"{count} {direction}" for direction, count in steps.items() if count > 0)
+    around = [f"{move.lower()} {'wall' if cell == position else names[cells[cell]]}"
+              for move, cell in zip(moves, neighbours(board, position))]
+    return f"The goal is {way} of you. Around you: {', '.join(around)}."
+
+
 def random_lake(size: int, frozen_probability: float, seed: int) -> list[str]:
     """A map that can be solved, its start and its goal anywhere."""
     rng = np.random.default_rng(seed)

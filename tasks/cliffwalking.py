@@ -22,7 +22,7 @@ class CliffWalking(FrozenLake):
     are for training and 10 are held out: a held-out start is new, the map is not. With `published_start` the only
     problem, both train and held out, is gymnasium's start, the lower left corner. A turn without a move costs 1 too.
     """
-    name, ground, tiny_board = "cliffwalking", "ground", "never"
+    name, ground, danger, tiny_board = "cliffwalking", "ground", "cliff", "never"
     role = "You are walking along a cliff."
     legend = "P is you, _ is ground, O is the cliff, G is the goal, √ is you on the goal"
     example = ("_ _ P\nO O G", "Down")
