@@ -5,10 +5,14 @@ PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
 PYTEST = OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist worksteal
 LEVELS = /usr/share/games/cavepacker/maps
 
-.PHONY: demo data test test-slow test-vllm numbers clean
+.PHONY: demo demo-chat data test test-slow test-vllm numbers clean
 
 demo: .venv/installed
 	.venv/bin/python train.py
+
+# a real chat model, SmolLM2-135M-Instruct, learns sums
+demo-chat: .venv/installed-data
+	.venv/bin/python train.py configs/arithmetic_smollm2.yaml
 
 # SmolLM2, the maths and search data, and (where apt-get may install) the Sokoban levels
 data: .venv/installed-data

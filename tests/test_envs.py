@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import ROOT
-from envs import ENVS, FrozenLake, MissingData, load_env, make_env_factory
+from envs import ENVS, FrozenLake, MissingData, load_env, make_env_factory, options_for
 from tasks import sokoban
-from tasks.answers import parse_answer
+from tasks.answers import first_word, parse_answer
 from tasks.cliffwalking import CliffWalking
 from tasks.sokoban import Room, Sokoban, cells_of, mask_of, published_levels, push, read_level, reverse_play, room_content
 
@@ -67,6 +67,56 @@ def game_of(*rows, **options):
     ("\0<answer>Right</answer>\ud800", 2)])
 def test_parsing(text, move):
     assert parse_answer(text, MOVES) == move
+
+
+@pytest.mark.parametrize("text, move", [
+    ("left", 0), ("Down.", 1), ("I go RIGHT, then down.", 2), ("\n\n up\nleft", 3), ("<answer>Left</answer>", 0),
+    ("<think>left</think> up", 3), ("<think> I guess left", None), ("Upwards", None), ("No.\nleft", None), ("", None),
+    ("Ｌｅｆｔ", None), ("the left-hand side", 0), ("left\0", 0)])
+def test_the_first_word_of_the_first_line(text, move):
+    assert first_word(text, MOVES) == move
+
+
+@pytest.mark.parametrize("text", ["left " * 200_000, "<think>" * 150_000, "a" * 1_000_000, " " * 1_000_000, "\n" * 1_000_000])
+def test_a_megabyte_is_read_for_its_first_word_in_linear_time(text):
+    started = time.process_time()
+    assert first_word(text, MOVES) in (None, 0)
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("name", ["frozenlake", "cliffwalking", "sokoban"])
+def test_a_small_chat_model_is_asked_in_words_and_answers_with_one(name):
+    env = make_env_factory(name, options_for("smollm2", load_env(name)))()
+    assert env.prompt == "chat"
+    solved, rng = 0, np.random.default_rng(0)
+    problems = env.problems("train", 20)
+    for problem in problems:
+        message, done, turns = env.reset(problem, 0), False, 0
+        assert env.role in message and "<answer>" not in message
+        while not done and turns < 60:
+            assert message.endswith("Which way do you go? Answer with one word: left, down, right or up.")
+            message, _, done, valid = env.step(env.scripted_answer(rng, 1.0))
+            assert valid
+            turns += 1
+        solved += env.success
+    assert solved == len(problems)
+    env.reset(problems[0], 0)
+    message, _, done, valid = env.step("A move is a good idea.")
+    assert message.startswith("No valid answer.\n") and not done and not valid
+
+
+def test_a_lake_in_words_by_hand():
+    env = FrozenLake(prompt="chat", random_start=True)
+    env.reset(env.problems("train", 1)[0], 0)
+    env.map, env.position = ["FFFF", "FHFF", "SFFG", "FFFF"], 8
+    assert env.observation() == ("The goal is 3 right of you. Around you: left wall, down free, right free, up free. Which way do "
+                                 "you go? Answer with one word: left, down, right or up.")
+    env.position = 2
+    assert env.in_words() == "The goal is 2 down and 1 right of you. Around you: left free, down free, right free, up wall."
+    env.position = 13
+    assert env.in_words() == "The goal is 1 up and 2 right of you. Around you: left free, down wall, right free, up free."
+    env.position = 4
+    assert env.in_words() == "The goal is 1 down and 3 right of you. Around you: left wall, down free, right hole, up free."
 
 
 @pytest.mark.parametrize("text", [

@@ -605,6 +605,17 @@ def test_the_scripted_player_is_right_as_often_as_its_skill_says(skill):
     assert abs(right - 1000 * skill) <= 4 * (1000 * skill * (1 - skill)) ** 0.5
 
 
+@pytest.mark.parametrize("answer, score, valid", [
+    ("46", 1, True), ("12 + 34 = 46", 1, True), ("The sum is 46.\nIs it 47?", 1, True), ("\n 46", 1, True), ("4,6", 1, True),
+    ("<answer>46</answer>", 1, True), ("<think>45</think>46", 1, True), ("46 or 47", 0, True), ("-46", 0, True), ("046", 1, True),
+    ("46.0", 0, False), ("2.46", 0, False), ("forty-six", 0, False), ("", 0, False), ("So:\n46", 0, False), ("<think> 46", 0, False),
+    ("４６", 0, False), ("9" * 10_000, 0, False)])
+def test_a_small_chat_model_answers_a_sum_with_the_last_number_of_its_first_line(answer, score, valid):
+    env = Arithmetic(prompt="chat")
+    assert env.reset(1234, 0) == "What is 12 + 34? Answer with the number only."
+    assert env.step(answer)[1:] == (score, True, valid)
+
+
 def test_the_tiny_tokenizer_knows_every_token_of_arithmetic():
     from policies.tiny import tiny_tokenizer
     tokenizer = tiny_tokenizer(Arithmetic.tiny_words)

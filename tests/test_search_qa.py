@@ -228,6 +228,23 @@ def test_an_episode_by_hand(little):
     assert little.step("<answer>Gabon</answer>") == ("Wrong: Congo", 0.0, True, True)
 
 
+def test_a_small_chat_model_is_shown_the_passages_and_answers_at_once(little):
+    little.prompt, little.reward = "chat", "f1"
+    little.top_k = 1
+    first = start(little, "Budapest")
+    assert first == ("The Danube flows through Budapest, the capital of Hungary.\n\nWhich river flows through Budapest? Answer with a few "
+                     "words of the text.")
+    assert little.info["searches"] == 1 and little.info["answer_in_passages"] == 1.0
+    assert little.step("the Danube, I think\nor the Rhine") == ("Wrong: Danube | the Danube", 0.5, True, True)  # 1 of 3 words, all of 1
+    start(little, "Budapest")
+    assert little.step("<think>Rhine</think>\nThe Danube.") == ("Right: Danube | the Danube", 1.0, True, True) and little.success
+    for nothing in ("", " \n", "<think> Danube"):
+        start(little, "Budapest")
+        assert little.step(nothing)[1:] == (0.0, False, False) and not little.success
+    start(little, "Budapest")
+    assert little.step(little.scripted_answer(np.random.default_rng(0), 1.0))[1:] == (1.0, True, True)
+
+
 def test_searches_are_limited(little):
     little.max_searches = 2
     start(little, "Budapest")
