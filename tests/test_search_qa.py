@@ -318,7 +318,7 @@ def test_gold_passages_are_found(index_dir):
 
 @pytest.mark.parametrize("name, total, kept", [("triviaqa", 7_993, 264), ("nq", 3_610, 127)])
 def test_the_filter(index_dir, name, total, kept):
-    questions = read_questions(name, "packaged", index_dir)
+    questions, _ = read_questions(name, "packaged", index_dir)
     assert (len(read_table(name)), len(questions)) == (total, kept)
     search = make_search("bm25", "packaged", index_dir)
     for question in questions:  # what the filter promises, counted in another way
@@ -426,7 +426,7 @@ def test_retrieval_equals_bm25s_and_the_formula(tmp_path):
 
 
 def retriever_over(passages):
-    retriever = SimpleNamespace(passages=passages)
+    retriever = SimpleNamespace(corpus="mine", passages=passages)
     retriever.index = BM25Retriever.build(retriever)
     words = retriever.index["words"].tobytes().decode().split("\n")
     retriever.columns = {word: column for column, word in enumerate(words)}
@@ -556,19 +556,48 @@ def test_threads_load_once_and_agree(little, monkeypatch):
     {"question": "Q?", "answers": {"aliases": ["A1", "A2"]}},
     {"question": "Q?", "answer": {"value": "A1", "aliases": ["A2"]}}])
 def test_layouts_of_rows(row):
-    assert question_of(row | {"question": "Q\ud800?"}, None, "row 1").text == "Q??"
-    assert question_of(row, None, "row 1").answers == ("A1", "A2")
-    assert [question_of(row, split, "row 1").split for split in ("train", "heldout")] == ["train", "heldout"]
+    assert question_of(row | {"question": "Q\ud800?"}, None).text == "Q??"
+    assert question_of(row, None).answers == ("A1", "A2")
+    assert [question_of(row, split).split for split in ("train", "heldout")] == ["train", "heldout"]
 
 
 @pytest.mark.parametrize("row", [
-    {}, {"question": "Q?"}, {"question": "", "answers": ["A"]}, {"question": "Q?", "answers": []}, [1], 7, None,
-    {"question": "Q?", "answers": [" "]}, {"question": "Q?", "answers": [7]}, {"question": None, "answers": ["A"]},
-    {"question": "Q?", "answers": 7}, {"question": "Q?", "answers": {"aliases": 7}},
-    {"question": "Q?", "answers": {"text": []}}])
-def test_rows_that_are_no_questions_are_named(row):
-    with pytest.raises(ValueError, match="mine.jsonl, row 3, is not a question"):
-        question_of(row, None, "mine.jsonl, row 3,")
+    {}, {"question": "Q?"}, {"question": "", "answers": ["A"]}, {"question": "Q?", "answers": []},
+    {"question": "Q?", "answers": [" "]}, {"question": "Q?", "answers": [True]}, {"question": None, "answers": ["A"]},
+    {"question": "Q?", "answers": math.nan}, {"question": "Q?", "answers": "None"}, {"question": "Q?", "answers": {"text": []}}])
+def test_rows_that_are_no_questions_are_left_out_and_counted(row, tmp_path):
+    assert question_of(row, None) is None
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(map(json.dumps, [row, row, {"question": "Which?", "answers": 7}])))
+    env = SearchQA(questions=str(path), cache_dir=str(tmp_path))
+    assert [question.answers for question in env.questions()] == [("7",)]
+    assert env.source().endswith("; 2 rows without question or answer left out.")
+    path.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match="mine.jsonl: none of its 1 rows is a question with answers"):
+        SearchQA(questions=str(path), corpus=str(path), cache_dir=str(tmp_path)).problems("train", 1)
+
+
+@pytest.mark.parametrize("passage, query", [
+    ("北京是中国的首都", "北京"), ("北京是中国的首都", "首都"), ("東京は日本の首都です", "日本"), ("กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย", "เมืองหลวง"),
+    ("ស្រុកខ្មែរ", "ខ្មែរ"), ("ရန်ကုန်မြို့", "ရန်ကုန်"), ("Tesla 特斯拉 car", "特斯拉"), ("서울은 대한민국의 수도", "수도")])
+def test_scripts_without_spaces_are_found(passage, query, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n".join(json.dumps({"contents": text}) for text in (passage, "The capital of Italy is Rome.")))
+    env = SearchQA(questions="squad", corpus=str(path), cache_dir=str(tmp_path))
+    assert env.search(query) == (("", passage),) and env.search("Rome")[0][1].endswith("Rome.")
+    assert search_qa.holds_answer(passage, (query,)) and not search_qa.holds_answer(passage, ("罗马",))
+
+
+def test_each_character_of_a_script_without_spaces_is_a_word_of_f1():
+    assert search_qa.f1_score("北京市", "北京") == pytest.approx(0.8)  # 2 of 3, 2 of 2
+    assert search_qa.f1_score("北京", "东京") == 0.5 and search_qa.f1_score("in 北京", "北京") == pytest.approx(0.8)
+
+
+def test_a_corpus_of_stop_words_is_named(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"contents": "the of and"}))
+    with pytest.raises(ValueError, match="corpus.jsonl: its 1 passages have no word to search for"):
+        SearchQA(questions="squad", corpus=str(path), cache_dir=str(tmp_path)).search("the")
 
 
 def test_broken_jsonl_is_an_error_with_its_name(tmp_path):
