@@ -240,6 +240,8 @@ def main(arguments: EvalArgs) -> dict:
             fail(f"--{name} {value} must be above 0")
     if not temperature >= 0:
         fail(f"--temperature {temperature} must be at least 0")
+    if temperature == 0 and n > 1:
+        print(f"note: at --temperature 0 the {n} samples of a problem differ only where the task itself has chance in it")
     if max(ks, default=1) > n:
         fail(f"--k {max(ks)} needs as many samples of a problem, and --samples is {n}: raise --samples or lower --k")
     try:
@@ -269,7 +271,7 @@ def main(arguments: EvalArgs) -> dict:
         print(f"{n * count - len(todo)} of {n * count} episodes are in {log} already; delete it to play them again")
     if todo:
         terminal = Console().is_terminal
-        with Progress(transient=True, disable=not terminal) as progress, open(log, "a") as file:
+        with Progress(transient=True, disable=not terminal) as progress, open(log, "a", encoding="utf-8") as file:
             bar = progress.add_task("episodes", total=n * count, completed=n * count - len(todo))
             if file.tell() and not log.read_bytes().endswith(b"\n"):  # the last line was cut
                 file.write("\n")

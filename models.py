@@ -283,8 +283,11 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
             raise
         raise MissingData(f"no model {str(path)!r}: it is neither a folder with a config.json nor a hub id that can be reached "
                           f"({str(error).splitlines()[0]})") from error
-    if tokenizer.pad_token_id is None:
-        raise ValueError(f"the tokenizer of {path} has no pad token; set tokenizer.pad_token and save it again")
+    if tokenizer.pad_token_id is None:  # Llama 3; rows are masked by their lengths, so any token will do
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {path} has neither a pad token nor an end token; set one and save it again")
+        print(f"{path}: its tokenizer has no pad token; rows are filled with its end token, {tokenizer.eos_token}")
+        tokenizer.pad_token = tokenizer.eos_token
     if not processor.chat_template:
         raise ValueError(f"the tokenizer of {path} has no chat template; take an instruct model, or set tokenizer.chat_template")
     check_head(model, path)

@@ -190,7 +190,7 @@ def code_of(path: Path) -> dict[str, str]:
     """Digests of the files that decide what is learned, by "code FILE"; none of a run of older code."""
     if not (path / "code.json").is_file():
         return {}
-    digests = json.loads((path / "code.json").read_text())
+    digests = json.loads((path / "code.json").read_text("utf-8"))
     return {f"code {name}": "+".join(part[:8] for part in digest.split("+")) for name, digest in digests.items()}
 
 
@@ -330,7 +330,7 @@ def markdown(rows: list[dict], baseline: str, notes: list[str], args: CompareArg
 
 
 def write_csv(path: Path, rows: list[dict]):
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -420,7 +420,7 @@ def main(argv: list[str]):
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     text = markdown(rows, baseline, notes, args, end)
-    (out / "comparison.md").write_text(text)
+    (out / "comparison.md").write_text(text, "utf-8")
     write_csv(out / "comparison.csv", rows)
     write_csv(out / "runs.csv", [
         {"settings": label, "run": run.path, "seed": run.config["seed"], **run.scores(start, end, args.target),

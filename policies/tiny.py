@@ -169,7 +169,7 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
     settings = {"seed": seed, "updates": updates, "skill": skill, "max_turns": max_turns, "images": images, "width": width,
                 "layers": layers}
     recipe = settings | {"env": vars(env), "versions": [torch.__version__, transformers.__version__],
-                         "code": [Path(__file__).read_text(), *map(inspect.getsource, LEARNS_BY)],
+                         "code": [Path(__file__).read_text("utf-8"), *map(inspect.getsource, LEARNS_BY)],
                          "task": [digest(path) for path in task_files(env)]}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"tiny{'_vlm' * images}_{type(env).name}_{key}"
@@ -198,5 +198,5 @@ def make_warm_start(folder: Path, env, seed, updates, skill, max_turns, images, 
               "seconds": round(time.time() - started, 1)}
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    (folder / "warm_start.json").write_text(json.dumps(report, indent=1))
+    (folder / "warm_start.json").write_text(json.dumps(report, indent=1), "utf-8")
     return report

@@ -56,7 +56,7 @@ def checkpoint_to_resume(run: Path, args: dict, may_change: set[str]) -> Path | 
                  "starting anew would erase its logs; start a run of another --name")
         print(f"{run} has no checkpoint yet: it starts anew in its folder")
         return None
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = json.loads((checkpoint / "state.json").read_text("utf-8"))
     if state["format"] != FORMAT:
         fail(f"{checkpoint} has format {state['format']} and this code reads {FORMAT}: go on with the version that wrote it")
     saved, now = flat(state["args"]), flat(args)
@@ -97,7 +97,7 @@ def save_checkpoint(run: Path, learner, processor, memories: dict, state: dict, 
             for name, tensors in (others | more).items():
                 save_file(tensors, temporary / f"{name}.safetensors")
             more_state = {"args": asdict(learner.args), "format": FORMAT}
-            (temporary / "state.json").write_text(json.dumps(state | more_state, indent=1))
+            (temporary / "state.json").write_text(json.dumps(state | more_state, indent=1), "utf-8")
             save_base(temporary, base, (folder / "base").resolve())
     if ranks.first():
         for old in checkpoints(run)[:-keep]:
@@ -112,7 +112,7 @@ def save_base(folder: Path, files: dict[str, bytes], place: Path):
         (folder / "base" / name).write_bytes(content)
     adapter = folder / "adapter_config.json"
     if files and adapter.exists():
-        adapter.write_text(json.dumps(json.loads(adapter.read_text()) | {"base_model_name_or_path": str(place)}, indent=2))
+        adapter.write_text(json.dumps(json.loads(adapter.read_text("utf-8")) | {"base_model_name_or_path": str(place)}, indent=2), "utf-8")
 
 
 def shard_name(name: str, rank: int) -> str:
@@ -128,7 +128,7 @@ def load_checkpoint(folder: Path, learner, memories: dict) -> dict:
         ranks.fill(learner.policy, load_policy(folder, learner.policy.dtype, learner.args.trust_remote_code)[0].state_dict())
     if learner.critic is not None:
         ranks.fill(learner.critic, load_file(folder / "critic.safetensors"))
-    state = json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text("utf-8"))
     for name, optimizer in learner.optimizers().items():
         moments = {}
         for key, value in load_file(folder / f"{name}_optimizer.safetensors").items():

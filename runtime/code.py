@@ -24,7 +24,7 @@ def name_of(path: Path) -> str:
 def committed(path: Path) -> str:
     """Its text in the last commit; nothing where there is none, or no git."""
     try:
-        shown = subprocess.run(["git", "show", f"HEAD:./{path.name}"], cwd=path.parent, capture_output=True, text=True, timeout=30)
+        shown = subprocess.run(["git", "show", f"HEAD:./{path.name}"], cwd=path.parent, capture_output=True, encoding="utf-8", timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return shown.stdout if shown.returncode == 0 else ""
@@ -46,7 +46,7 @@ def keep_code(run: Path, env, done: int) -> dict[str, str]:
     files = code_files(env)
     digests, patch = {name_of(path): digest(path)[:16] for path in files}, patch_of(files)
     if done and (run / "code.json").exists():
-        before = json.loads((run / "code.json").read_text())
+        before = json.loads((run / "code.json").read_text("utf-8"))
         for name, now in digests.items():
             earlier = before.get(name, now)
             digests[name] = earlier if earlier.split("+")[-1] == now else f"{earlier}+{now}"

@@ -56,13 +56,13 @@ def write_state(folder: Path, state: dict):
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     folder.mkdir(parents=True, exist_ok=True)
     np.savez(folder / "state.npz", **arrays)
-    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}))
+    (folder / "state.json").write_text(json.dumps({name: value for name, value in state.items() if name not in arrays}), "utf-8")
 
 
 def read_state(folder: Path) -> dict:
     """What `write_state` wrote."""
     with np.load(folder / "state.npz", allow_pickle=False) as arrays:
-        return json.loads((folder / "state.json").read_text()) | dict(arrays)
+        return json.loads((folder / "state.json").read_text("utf-8")) | dict(arrays)
 
 
 def digest(path: Path) -> str:
@@ -82,7 +82,7 @@ def whole_folder(folder: Path, checksums: bool = True):
         if checksums:
             files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
             digests = {str(path.relative_to(temporary)): {"sha256": digest(path)} for path in files}
-            (temporary / "manifest.json").write_text(json.dumps(digests, indent=1))
+            (temporary / "manifest.json").write_text(json.dumps(digests, indent=1), "utf-8")
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
     except BaseException:
@@ -134,7 +134,7 @@ def recover(parent: Path):
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
-        for name, written in json.loads((folder / "manifest.json").read_text()).items():
+        for name, written in json.loads((folder / "manifest.json").read_text("utf-8")).items():
             if digest(folder / name) != written["sha256"]:
                 return f"the checksum of {name} is wrong"
     except FileNotFoundError as error:
@@ -199,13 +199,14 @@ def claim(run: Path, new: bool = False):
         if not full or (run / "lock").exists():
             mine.acquire()
     except Timeout:
-        who = (run / "lock").read_text().strip() or "a process that just started"
+        who = (run / "lock").read_text("utf-8").strip() or "a process that just started"
         fail(f"{run} is being trained by {who}: " + ("choose another --name" if new else "wait for its end, or stop it"))
     if full:
         mine.release()
         fail(f"{run} exists already: choose another --name" + (f", or go on with --resume {run}" if (run / "config.yaml").exists()
              else "; it is no run (no config.yaml), or a link"))
-    (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    (run / "lock").write_text(who, "utf-8")
     return mine
 
 

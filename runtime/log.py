@@ -196,7 +196,7 @@ class RunLog:
         args, method = self.args, method_of(asdict(self.args))
         tags = [Path(args.env).name, args.algo, f"replay {args.replay}", *(args.wandb_tags or "").split(",")]
         run = wandb.init(project=args.wandb_project, entity=args.wandb_entity, name=self.run.name, dir=str(self.run), mode=mode,
-                         config=asdict(args) | {"code": self.code}, id=path.read_text(), resume="allow",
+                         config=asdict(args) | {"code": self.code}, id=path.read_text("utf-8"), resume="allow",
                          tags=[tag[:64] for tag in tags if tag],
                          group=f"{Path(args.env).name}-{args.algo}-{args.replay}-{method}",
                          settings=wandb.Settings(silent=True, console="off"))
@@ -242,7 +242,7 @@ class RunLog:
                   flush=True)
 
     def append(self, name: str, record: dict):
-        with open(self.run / name, "a") as file:
+        with open(self.run / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(finite_or_none(record), allow_nan=False) + "\n")
 
     def bad_update(self, iteration: int, metrics: dict, episodes):

@@ -38,7 +38,7 @@ def first() -> bool:
 def silence_others():
     """Before the ranks know each other: only the first of them prints. Errors are printed by every rank that has one."""
     if os.environ.get("RANK", "0") != "0":
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def start() -> Accelerator:

@@ -244,7 +244,7 @@ def resumed(run: Run, checkpoint: Path) -> dict:
         setattr(run, name, saved[name])
     run.ledger.totals.update(saved["ledger"])
     summary = run.folder / "summary.json"  # not there where the run was killed after its last checkpoint
-    done = summary.exists() and json.loads(summary.read_text())["iterations"] == run.args.iterations
+    done = summary.exists() and json.loads(summary.read_text("utf-8"))["iterations"] == run.args.iterations
     if run.iteration >= run.args.iterations and done:
         fail(f"{run.folder} has done its {run.iteration} iterations; raise --iterations to go on")
     print(f"resuming {run.folder} from {checkpoint.name}, iteration {run.iteration}; learning rate and beta now follow a plan "

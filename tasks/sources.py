@@ -44,7 +44,7 @@ def read_requests(task: str) -> list[dict]:
 def read_json(path: Path) -> list[dict]:
     """Rows of a .json file, a list, or of any other file, one a line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some exports begin with a byte order mark
         lines = [line for line in text.split("\n") if line.strip()]
         rows = json.loads(text if path.suffix == ".json" else f"[{','.join(lines)}]")
     except ValueError as error:  # no UTF-8, no JSON
@@ -75,6 +75,13 @@ def read(data: str, subset: str, wanted: tuple[str, ...]) -> dict[str, list[dict
                           "data, which `make data` installs") from error
     splits = loaded if isinstance(loaded, dict) else {"all": loaded}
     return {name: rows.select_columns(useful(rows.column_names, wanted)).to_list() for name, rows in splits.items()}
+
+
+def asked(cell):
+    """A cell's text where it is the messages of a chat, as TRL and verl have them: what the user says; else the cell."""
+    if not isinstance(cell, list) or not all(isinstance(message, dict) and "content" in message for message in cell):
+        return cell
+    return "\n\n".join(str(message["content"]) for message in cell if message.get("role") == "user")
 
 
 def written(cell) -> str:

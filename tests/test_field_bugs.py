@@ -4,11 +4,13 @@ import http.server
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -729,6 +731,38 @@ def test_a_number_of_a_data_file_is_a_decimal_and_never_eulers_e(tmp_path):
                              (2.5, r"\frac52")]
                   ) == [1.0] * 6
     assert graded(tmp_path, [(1e-5, "e-5"), ("1e-5", "e-5"), (1e16, "e16"), (1e16, "1e15")]) == [0.0] * 4
+
+
+def test_files_of_other_trainers_are_read(tmp_path):
+    table = pytest.importorskip("pyarrow").Table
+    parquet = pytest.importorskip("pyarrow.parquet")
+    said = [{"role": "system", "content": "You count."}, {"role": "user", "content": "1 + 1?"}]
+    verl = {"data_source": "sums", "prompt": said, "ability": "maths", "reward_model": {"ground_truth": "2", "style": "rule"},
+            "extra_info": {"split": "train", "index": 0}}
+    parquet.write_table(table.from_pylist([verl]), tmp_path / "verl.parquet")
+    (tmp_path / "trl.jsonl").write_text("\ufeff" + json.dumps({"prompt": said, "solution": r"It is \boxed{2}."}), "utf-8")
+    rows = [{"question": "1 + 1?"}] * 150 + [{"question": "1 + 1?", "answer": "2"}]
+    (tmp_path / "plain.json").write_text("\ufeff" + json.dumps(rows), "utf-8")
+    parquet.write_table(table.from_pylist([{"problem": "1 + 1?", "answer": Decimal("2.00")}]), tmp_path / "decimal.parquet")
+    for name, gold in (("verl.parquet", "2"), ("trl.jsonl", "2"), ("plain.json", "2"), ("decimal.parquet", "2.00")):
+        [problem] = maths.load(str(tmp_path / name))[0]
+        assert (problem.text, problem.gold) == ("1 + 1?", gold), name
+    assert "150 rows without problem or short answer left out" in Maths(data=str(tmp_path / "plain.json")).source()
+    (tmp_path / "none.jsonl").write_text(json.dumps({"prompt": said, "reward_model": {"ground_truth": ""}}))
+    with pytest.raises(ValueError, match="none.jsonl: none of its 1 rows has a problem and an answer"):
+        maths.load(str(tmp_path / "none.jsonl"))
+
+
+def test_a_tokenizer_without_a_pad_token_takes_its_end_token_and_says_so(tiny_folder, tmp_path, capsys):
+    folder = shutil.copytree(tiny_folder, tmp_path / "policy")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            kept = json.loads((folder / name).read_text())
+            kept.pop("pad_token", None)
+            (folder / name).write_text(json.dumps(kept))
+    _, tokenizer = load_policy(folder, torch.float32)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert f"its tokenizer has no pad token; rows are filled with its end token, {tokenizer.eos_token}\n" in capsys.readouterr().out
 
 
 def test_golds_that_are_nothing_are_left_out_and_told_and_answers_that_are_nothing_are_not_valid(tmp_path):

@@ -211,3 +211,17 @@ def test_a_task_that_imports_a_model_is_found(tmp_path):
     modules = house(tmp_path, tasks_a="import models\nimport numpy", models="import torch")
     assert broken_walls(modules) == ["tasks.a imports models"]
     assert reached(modules, "tasks.a")["torch"] == ["tasks.a", "models", "torch"]
+
+
+def test_every_text_file_names_its_encoding():
+    found = []
+    for name, module in MODULES.items():
+        for call in ast.walk(module.tree):
+            if not isinstance(call, ast.Call):
+                continue
+            called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            said = [value.value for value in [*call.args, *(keyword.value for keyword in call.keywords)] if isinstance(value, ast.Constant)]
+            text = called in ("read_text", "write_text") or called == "open" and isinstance(call.func, ast.Name) and "rb" not in said
+            if text and not {"utf-8", "utf-8-sig", "latin1"} & set(said):
+                found.append(f"{name}:{call.lineno}")
+    assert found == []
