@@ -318,11 +318,11 @@ def test_the_tiny_prompts_use_known_words_only():
 @pytest.mark.parametrize("make, options, said", [
     (FrozenLake, {"size": 1}, "size=1: allowed is 2 or more"),
     (FrozenLake, {"frozen_probability": 0.1}, "frozen_probability=0.1: allowed is 0.6 to 1"),
-    (FrozenLake, {"prompt": "tinny"}, "prompt='tinny' is not one of full, tiny; did you mean tiny"),
-    (CliffWalking, {"prompt": "x"}, "not one of full, tiny"), (Sokoban, {"size": 5}, "size=5: allowed is 6 to 12"),
+    (FrozenLake, {"prompt": "tinny"}, "prompt='tinny' is not one of full, chat, tiny; did you mean tiny"),
+    (CliffWalking, {"prompt": "x"}, "not one of full, chat, tiny"), (Sokoban, {"size": 5}, "size=5: allowed is 6 to 12"),
     (Sokoban, {"boxes": 0}, "boxes=0: allowed is 1 to 4"),
     (Sokoban, {"max_moves": 3}, "max_moves=3: allowed is 0 or at least 4"),
-    (Sokoban, {"levels": "microbahn"}, "did you mean microban"), (Sokoban, {"prompt": ""}, "not one of full, tiny")])
+    (Sokoban, {"levels": "microbahn"}, "did you mean microban"), (Sokoban, {"prompt": ""}, "not one of full, chat, tiny")])
 def test_bad_options_are_named(make, options, said):
     with pytest.raises(ValueError, match=said):
         make(**options)
