@@ -1,6 +1,11 @@
 import functools
+import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,8 +41,26 @@ def quick_flags(cache_dir, tiny_folder):
             "--train-problems", "64"]
 
 
-def train(*flags, check=True):
-    """The real command line, as a user runs it."""
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, flags)], capture_output=True, text=True, timeout=500)
+@functools.cache
+def forker() -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(ROOT / "tests" / "forked.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def script(name: str, *flags, check=True, timeout=500) -> subprocess.CompletedProcess:
+    """The real command line, as a user runs it, in a process of its own; that process is forked from one that has imported torch."""
+    command = [name, *map(str, flags)]
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:
+        forker().stdin.write(json.dumps([command, out.name, errors.name]) + "\n")
+        forker().stdin.flush()
+        process = int(forker().stdout.readline())
+        timer = threading.Timer(timeout, os.kill, (process, signal.SIGKILL))
+        timer.start()
+        code = int(forker().stdout.readline())
+        timer.cancel()
+        done = subprocess.CompletedProcess(command, code, out.read(), errors.read())
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def train(*flags, check=True):
+    return script("train.py", *flags, check=check)

@@ -16,7 +16,7 @@ import envs
 import losses
 import train as train_module
 from buffer import ReplayBuffer
-from conftest import ROOT, tiny_lake, train
+from conftest import ROOT, script, tiny_lake, train
 from drift import DriftEstimator
 from engines.hf import HFEngine
 from envs import FrozenLake
@@ -165,7 +165,7 @@ def test_options_that_are_given_twice_are_those_of_both():
 
 
 def test_an_unknown_key_exits_with_2_before_anything_heavy():
-    done = train("--replay-updats", "2", check=False)
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--replay-updats", "2"], capture_output=True, text=True)
     assert done.returncode == 2 and "--replay-updates" in done.stdout + done.stderr and "warm start" not in done.stdout
 
 
@@ -259,13 +259,12 @@ def test_the_first_fresh_step_has_ratio_one(run):
 
 
 def test_eval_gives_the_number_of_the_training_run(run):
-    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(run)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = script("eval.py", run)
     result = json.loads((run / "eval.json").read_text())
     assert result["success"] == metrics_of(run)[-1]["eval/success"]
     assert result["success_low"] <= result["success"] <= result["success_high"] and "95 %" in done.stdout
     for flags, words in (([run / "checkpoints"], "is not a run"), ([run, "--temperature", "-1"], "--temperature -1")):
-        wrong = subprocess.run([sys.executable, str(ROOT / "eval.py"), *map(str, flags)], capture_output=True, text=True)
+        wrong = script("eval.py", *flags, check=False)
         assert wrong.returncode == 2 and words in wrong.stderr
 
 
@@ -350,7 +349,7 @@ def test_ppo_with_td_error_priorities_and_lora_resumes_exactly(tmp_path, quick_f
     train("--resume", tmp_path / "parts")
     assert same_weights(tmp_path / "whole", tmp_path / "parts")
     assert metrics_of(tmp_path / "whole")[-1]["replay/explained_variance"] is not None
-    done = subprocess.run([sys.executable, str(ROOT / "eval.py"), str(tmp_path / "parts")], capture_output=True, text=True)
+    done = script("eval.py", tmp_path / "parts", check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "parts" / "eval.json").read_text())["success"] == metrics_of(tmp_path / "whole")[-1]["eval/success"]
 
