@@ -50,7 +50,7 @@ def guarded(call, *arguments):
     """(result, "") or (None, traceback): one broken environment costs one episode; train.py counts and limits them."""
     try:
         return call(*arguments), ""
-    except Exception:
+    except (Exception, SystemExit):  # a task that calls sys.exit is broken too
         return None, traceback.format_exc(limit=-3)
 
 

@@ -213,14 +213,14 @@ class Follower:
 
     def play(self, job: Job, chat, make_env, play: dict) -> dict:
         """What came of the job, and what it cost."""
-        began, self.reread, self.known = time.time(), 0, {}
+        began, self.reread, self.known = time.monotonic(), 0, {}
         self.refresh()  # an episode that is never played has a step, too
         if not isinstance(self.engine, HFEngine):  # the others bound their own memory
             play = play | {"parallel": len(job.seeds)}
         played = job.play(self, chat, make_env, lambda: self.step, play)
         if isinstance(self.engine, HFEngine):
             self.engine.release()
-        return {"played": played, "busy": time.time() - began, "reread": self.reread}
+        return {"played": played, "busy": time.monotonic() - began, "reread": self.reread}
 
 
 def end_with_parent():
@@ -244,9 +244,9 @@ def sampler_process(args, folder, play: dict, pipe, version, stop, path: Path):
             pipe.send({"ready": True})
             idle_since = None
             while job := pipe.recv():
-                idle = time.time() - idle_since if idle_since else 0.0
+                idle = time.monotonic() - idle_since if idle_since else 0.0
                 pipe.send(follower.play(job, chat, make_env, play) | {"idle": idle})
-                idle_since = time.time()
+                idle_since = time.monotonic()
         except Stopped:
             pass
         except BaseException as error:  # told before the engine is closed, which may hang then
@@ -452,10 +452,10 @@ class Samplers:
         self.closing, self.stop.value = True, 1
         for _ in self.threads:
             self.jobs.put(None)
-        end = time.time() + CLOSE_SECONDS
+        end = time.monotonic() + CLOSE_SECONDS
         for number, thread in enumerate(self.threads):
             for ending in thread, self.processes[number]:
-                ending.join(max(0, end - time.time()))
+                ending.join(max(0, end - time.monotonic()))
             self.processes[number].kill()  # where it did not end
             self.processes[number].join()
             thread.join()

@@ -29,9 +29,9 @@ def smollm2_folder(cache_dir: str | Path) -> Path:
         gguf = packaged_gguf()
         check_sha256(gguf)
         print(f"converting {gguf.name} into {folder}, once")
-        started = time.time()
+        started = time.monotonic()
         convert(gguf, temporary)
-        print(f"done in {time.time() - started:.0f} s")
+        print(f"done in {time.monotonic() - started:.0f} s")
     return made_once(folder, ("config.json", "model.safetensors"), make)
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from rich.progress import track
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from envs import up_to
 from models import collate, hidden_states, micro_batches, pixel_inputs, token_logprobs
 from policies.chat import Chat
-from runtime.files import digest, made_once, task_files
+from runtime.files import digest, made_once, progress, task_files
 
 LEARNS_BY = (Chat, token_logprobs, hidden_states, pixel_inputs)  # code beside this file's that shapes the weights
 TINY_WORDS = ("Walk from P to G never into O The ice is slippery No valid answer player goal row column move "
@@ -100,7 +99,7 @@ def demonstrations(env, chat: Chat, problem_ids, skill: float, max_turns: int, s
             image = env.image()
             return known.setdefault(image.tobytes(), image)  # thousands of episodes show few different pictures
 
-    for problem_id in problem_ids:
+    for problem_id in progress(problem_ids, "warm start: playing as the weak player, episode"):
         message, images = env.reset(problem_id, seed=int(rng.integers(2**31))), [look()]
         tokens = chat.start(message, images[-1])
         mask = [False] * len(tokens)
@@ -132,7 +131,7 @@ def imitate(model, image_processor, rows: list[dict], updates: int, seed: int):
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 20) * (1 + np.cos(np.pi * step / updates)) / 2)
     size = max(1, round(8192 / np.mean([len(row["tokens"]) for row in rows])))
-    for _ in track(range(updates), "warm start: imitating a weak player", transient=True):
+    for _ in progress(range(updates), "warm start: imitating a weak player, update"):
         batch = [rows[index] for index in rng.integers(len(rows), size=size)]
         targets = sum(sum(row["mask"]) for row in batch)
         for chosen in micro_batches([len(row["tokens"]) for row in batch], max_tokens=4096):
@@ -184,7 +183,7 @@ def warm_started_tiny(env, cache_dir: Path, *, seed: int, updates: int, skill: f
 
 def make_warm_start(folder: Path, env, seed, updates, skill, max_turns, images, width, layers) -> dict:
     """Writes the policy into the folder; returns what warm_start.json says of it."""
-    started = time.time()
+    started = time.monotonic()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, processor = new_tiny(env, images, width, layers)
@@ -195,7 +194,7 @@ def make_warm_start(folder: Path, env, seed, updates, skill, max_turns, images, 
     rows, moves = demonstrations(env, chat, up_to(env, "heldout", 256), skill, max_turns, seed + 1)
     report = {"imitation_loss_nats_per_move": imitation_loss(model, chat.image_processor, rows, len(moves)),
               "blind_player_nats_per_move": blind_loss(moves), "updates": updates, "skill": skill,
-              "seconds": round(time.time() - started, 1)}
+              "seconds": round(time.monotonic() - started, 1)}
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     (folder / "warm_start.json").write_text(json.dumps(report, indent=1), "utf-8")

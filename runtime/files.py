@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 from filelock import FileLock, Timeout
+from rich.progress import track
 
 FULL_DISK = ("No space left on device", "Disk quota exceeded", "File too large")  # as safetensors says it too, in errors of its own
 
@@ -24,6 +25,19 @@ def fail(message: str):
     """Ends the program as wrong usage: the message and exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def progress(items, what: str):
+    """The items; meanwhile a bar on a terminal, and in a log file or a pipe a line every ten seconds: `what` 12 of 120."""
+    if sys.stdout.isatty():
+        yield from track(items, what, transient=True)
+        return
+    told = time.monotonic()
+    for place, item in enumerate(items):
+        if time.monotonic() - told >= 10:
+            told = time.monotonic()
+            print(f"{what} {place} of {len(items)}", flush=True)
+        yield item
 
 
 def sync(path: Path):

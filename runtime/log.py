@@ -69,10 +69,10 @@ class Clock:
     """Seconds of the parts of an iteration; it runs on from one to the next."""
 
     def __init__(self):
-        self.laps, self.at = {}, time.time()
+        self.laps, self.at = {}, time.monotonic()
 
     def lap(self, name: str):
-        self.laps[f"{name}_s"], self.at = time.time() - self.at, time.time()
+        self.laps[f"{name}_s"], self.at = time.monotonic() - self.at, time.monotonic()
 
     def metrics(self, tokens: int, sampling: float | None = None) -> dict:
         """Seconds by part, tokens that were sampled or observed a second of sampling (`sampling` seconds, None: the part

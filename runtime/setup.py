@@ -111,7 +111,7 @@ def command_line(main: Callable, description: str):
 def open_run(args: Args, ask: Callable):
     """The run, ready for its next iteration; its folder is this process's own meanwhile. `ask(run, number, places)` gives the job
     that is played as batch `number`. Exits with 2 where something is refused; a start that fails leaves nothing behind."""
-    began = time.time()
+    began = time.monotonic()
     sys.stdout.reconfigure(line_buffering=True)  # so that a log file shows where a run is
     start_processes(args)
     args = replace(args, name=ranks.common(args.name))  # it may hold the time
@@ -288,7 +288,7 @@ def sampled_policy(run: Run):
 
 def save(run: Run):
     """A checkpoint of all that the run needs to go on as if it had not stopped."""
-    now = time.time()
+    now = time.monotonic()
     run.minutes, run.saved_at = run.minutes + (now - run.saved_at) / 60, now
     state = {name: getattr(run, name) for name in COUNTERS}
     state |= {"ledger": run.ledger.totals, "synced": run.source.step, "under_way": run.source.under_way()}

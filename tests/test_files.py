@@ -6,6 +6,7 @@ import time
 import pytest
 
 from envs import FrozenLake
+from runtime import files
 from runtime.files import made_once, read_lines, task_files, whole_lines, write_whole
 from tasks.sokoban import Sokoban
 
@@ -65,3 +66,10 @@ def test_a_text_is_written_whole_in_utf8(tmp_path):
 def test_the_files_of_a_task_are_those_of_its_classes_and_what_lakes_share():
     assert [path.name for path in task_files(FrozenLake())] == ["envs.py", "boards.py"]
     assert [path.name for path in task_files(Sokoban())] == ["envs.py", "boards.py", "sokoban.png", "sokoban.py"]
+
+
+def test_a_long_part_says_every_ten_seconds_where_it_is(monkeypatch, capsys):
+    clock = iter([0.0, 4.0, 10.0, 10.0, 15.0, 21.0, 21.0])
+    monkeypatch.setattr(files.time, "monotonic", lambda: next(clock))
+    assert list(files.progress(range(4), "update")) == [0, 1, 2, 3]
+    assert capsys.readouterr().out == "update 1 of 4\nupdate 3 of 4\n"

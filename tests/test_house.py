@@ -137,7 +137,7 @@ def test_the_top_level_is_one_file_a_stage():
 
 def test_the_product_is_small():
     """11,800 lines with everything that is planned."""
-    assert sum(module.lines for module in MODULES.values()) <= 11_300
+    assert sum(module.lines for module in MODULES.values()) <= 11_400
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
@@ -225,3 +225,7 @@ def test_every_text_file_names_its_encoding():
             if text and not {"utf-8", "utf-8-sig", "latin1"} & set(said):
                 found.append(f"{name}:{call.lineno}")
     assert found == []
+
+
+def test_durations_come_from_a_clock_that_only_goes_forward():
+    assert [name for name, module in MODULES.items() if "time.time()" in module.text] == []

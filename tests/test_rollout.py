@@ -1,6 +1,7 @@
 import functools
 import json
 import math
+import sys
 import time
 
 import numpy as np
@@ -286,6 +287,18 @@ def test_weights_in_another_layout_of_attention_are_refused(tiny_folder):
 def test_the_trainers_attention_is_untouched_by_sampling(policy):
     engine_of(policy).generate([[4, 10, 11]], [0], [0], max_new_tokens=2, temperature=1.0)
     assert policy[0].config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("slow_task", [False, True])
+def test_an_environment_that_calls_exit_costs_one_episode(policy, slow_task):
+    class Leaves(FrozenLake):
+        slow = slow_task
+
+        def step(self, answer):
+            sys.exit(0)
+
+    episodes, _ = collect(engine_of(policy), Chat(policy[1]), functools.partial(Leaves, prompt="tiny"), [0, 1], [0, 1], [0, 1], **PLAY)
+    assert all("SystemExit" in episode.info["env_error"] for episode in episodes)
 
 
 def test_an_environment_that_raises_at_its_start_costs_one_episode(policy):
