@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from envs import MissingData
 from runtime.tensors import at_least_float32
+from runtime.watch import bad_weights
 
 transformers_logging.disable_progress_bar()  # ours is the only one on the screen
 logging.getLogger("transformers.configuration_utils").addFilter(  # Idefics3's own default contradicts itself; ours does not
@@ -290,6 +291,8 @@ def load_policy(path: str | Path, dtype: torch.dtype = torch.float32, trust_remo
         tokenizer.pad_token = tokenizer.eos_token
     if not processor.chat_template:
         raise ValueError(f"the tokenizer of {path} has no chat template; take an instruct model, or set tokenizer.chat_template")
+    if bad := bad_weights(model):
+        raise ValueError(f"{path}: not finite: {bad}; nothing can be learnt from there, take another checkpoint")
     check_head(model, path)
     return model.eval(), processor
 

@@ -112,7 +112,8 @@ def save_base(folder: Path, files: dict[str, bytes], place: Path):
         (folder / "base" / name).write_bytes(content)
     adapter = folder / "adapter_config.json"
     if files and adapter.exists():
-        adapter.write_text(json.dumps(json.loads(adapter.read_text("utf-8")) | {"base_model_name_or_path": str(place)}, indent=2), "utf-8")
+        moved = json.loads(adapter.read_text("utf-8")) | {"base_model_name_or_path": str(place)}
+        adapter.write_text(json.dumps(moved, indent=2), "utf-8")
 
 
 def shard_name(name: str, rank: int) -> str:

@@ -159,8 +159,9 @@ def damage(folder: Path) -> str | None:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints, the oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
+    """Complete checkpoints, the oldest first: folders step_NUMBER; a copy under any other name is its owner's."""
+    found = [path for path in (run / "checkpoints").glob("step_*") if re.fullmatch("step_[0-9]+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def last_checkpoint(run: Path, set_aside: bool = False) -> Path | None:

@@ -32,12 +32,12 @@ from policies.chat import Chat
 from problems import ProblemSampler
 from runtime import ranks
 from runtime.checkpoints import GlobalRandomness, checkpoint_to_resume, load_checkpoint, save_checkpoint
-from runtime.files import claim, fail, flat, give_back, told_plainly
+from runtime.files import NotFinite, checkpoints, claim, fail, flat, give_back, told_plainly
 from runtime.ledger import Ledger, matmul_parameters
 from runtime.log import Clock, Interrupt, NoLog, RunLog
 from runtime.memories import make_buffer, make_problem_sampler, stores_everything, whole_groups
 from runtime.options import MAY_CHANGE_ON_RESUME, list_objectives, spelled
-from runtime.watch import Watch
+from runtime.watch import Watch, bad_weights
 from settings import Args, parse_args
 from update import Learner, make_learner
 
@@ -287,7 +287,14 @@ def sampled_policy(run: Run):
 
 
 def save(run: Run):
-    """A checkpoint of all that the run needs to go on as if it had not stopped."""
+    """A checkpoint of all that the run needs to go on as if it had not stopped. NotFinite for weights from which nobody could go
+    on."""
+    models = {"policy": run.learner.policy} | ({"critic": run.learner.critic} if run.learner.critic is not None else {})
+    bad = ranks.joined([found for name, model in models.items() if (found := bad_weights(model, name))])
+    if bad:
+        last = checkpoints(run.folder)
+        again = f"{last[-1]} is as it was: --resume {run.folder} with a smaller --lr" if last else "start again with a smaller --lr"
+        raise NotFinite(f"not finite, and not saved: {bad[0]}. {again} or --max-grad-norm")
     now = time.monotonic()
     run.minutes, run.saved_at = run.minutes + (now - run.saved_at) / 60, now
     state = {name: getattr(run, name) for name in COUNTERS}

@@ -38,7 +38,11 @@ def bad_rows(name: str, tensor, episodes) -> str | None:
 
 def bad_weights(model, name: str = "policy") -> str | None:
     """The parameters of `model` that are not finite, or None."""
-    bad = [key for key, parameter in model.named_parameters() if not bool(parameter.isfinite().all())]
+    bad = []
+    for key, parameter in model.named_parameters():
+        values = parameter.to_local() if hasattr(parameter, "to_local") else parameter  # of this process
+        if not bool(values.isfinite().all()):
+            bad.append(key)
     return f"weights of the {name}: {few(bad)}" if bad else None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import eval as eval_module
 import judge
@@ -91,6 +91,41 @@ def without_last(whole, folder, checkpoints=1, name="whole"):
         with open(run / log, "r+") as file:
             file.truncate((run / log).stat().st_size - 40)
     return run
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_the_last_good_checkpoint_stays(tmp_path, flags, capsys, monkeypatch):
+    assert refused(start, tmp_path, "x", flags, "--iterations", 2, "--lr", 1e308, "--warmup-steps", 0, "--checkpoint-every", 1) == 2
+    told = capsys.readouterr().err
+    assert "not finite, and not saved: weights of the policy: " in told and "start again with a smaller --lr" in told
+    assert files.checkpoints(tmp_path / "x") == []
+    start(tmp_path, "y", flags, "--iterations", 2)
+    [last] = files.checkpoints(tmp_path / "y")
+    monkeypatch.setattr(setup, "bad_weights", lambda model, name: f"weights of the {name}: all")
+    assert refused(resume, tmp_path / "y", "--iterations", 4) == 2
+    assert f"{last} is as it was: --resume {tmp_path / 'y'} with a smaller --lr" in capsys.readouterr().err
+    assert files.checkpoints(tmp_path / "y") == [last]
+
+
+def test_a_model_that_is_not_finite_is_refused_with_the_name_of_its_weights(tmp_path, tiny_folder, flags, capsys):
+    folder = shutil.copytree(tiny_folder, tmp_path / "policy")
+    weights = load_file(folder / "model.safetensors")
+    name = sorted(weights)[0]
+    weights[name].view(-1)[0] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert refused(start, tmp_path, "x", [*flags, "--model", str(folder)], "--iterations", 1) == 2
+    assert f"not finite: weights of the policy: {name}" in capsys.readouterr().err
+
+
+def test_copies_of_checkpoints_under_other_names_are_left_alone(tmp_path, flags):
+    start(tmp_path, "x", flags, "--iterations", 2, "--checkpoint-every", 1, "--keep-checkpoints", 1)
+    place = tmp_path / "x" / "checkpoints"
+    [last] = files.checkpoints(tmp_path / "x")
+    shutil.copytree(last, place / "step_9_best")
+    (place / "step_3.tar.gz").write_bytes(b"a user's own")
+    (place / "step_7").write_bytes(b"no folder")
+    resume(tmp_path / "x", "--iterations", 4)
+    assert len(files.checkpoints(tmp_path / "x")) == 1 and not last.exists()
+    assert {path.name for path in place.iterdir()} >= {"step_9_best", "step_3.tar.gz", "step_7"}
 
 
 # ------------------------------------------------------------------------------------------------- damage
