@@ -46,7 +46,7 @@ def forker() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(ROOT / "tests" / "forked.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def script(name: str, *flags, check=True, timeout=500) -> subprocess.CompletedProcess:
+def script(name: str, *flags, check=True, timeout=1500) -> subprocess.CompletedProcess:
     """The real command line, as a user runs it, in a process of its own; that process is forked from one that has imported torch."""
     command = [name, *map(str, flags)]
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:
