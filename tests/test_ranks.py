@@ -614,9 +614,10 @@ NARROW = dict(hidden=128, intermediate=1536, layers=4, heads=4, kv_heads=2, head
 
 @pytest.mark.parametrize("shape, flags", [
     (WIDE, {}), pytest.param(WIDE, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
-    (WIDE, {"dtype": "bfloat16", "gradient_checkpointing": True}),
+    pytest.param(WIDE, {"dtype": "bfloat16", "gradient_checkpointing": True}, marks=pytest.mark.slow),
     pytest.param(WIDE, {"dtype": "bfloat16", "lora_rank": 8}, marks=pytest.mark.slow), (WIDE, {"algo": "ppo"}),
-    (WIDE, {"kl_coef": 0.1}), (NARROW, {"gradient_checkpointing": True}), (NARROW, {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": True})],
+    (WIDE, {"kl_coef": 0.1}), (NARROW, {"gradient_checkpointing": True}),
+    pytest.param(NARROW, {"dtype": "bfloat16", "lora_rank": 8, "gradient_checkpointing": True}, marks=pytest.mark.slow)],
     ids=lambda value: "-".join(map(str, value)) if "hidden" not in value else "narrow" if value["tied"] else "wide")
 def test_memory_is_what_torch_allocates(shape, flags):
     rows, length = 4, 512  # of each of two micro-batches; half of the tokens are sampled, as many as a chunk of logits

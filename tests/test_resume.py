@@ -273,6 +273,7 @@ def test_old_weights_that_are_sampled_from_survive(tmp_path, flags):
     assert not differences(tmp_path / "whole", run)
 
 
+@pytest.mark.slow  # bfloat16 is slow on a CPU
 def test_float32_masters_of_bfloat16_weights_survive(tmp_path, flags):
     """At 1e-6 two steps change next to no weight in bfloat16, and what a resumed run lost would be the whole of them."""
     start(tmp_path, "whole", flags, "--iterations", 4, "--dtype", "bfloat16", "--algo", "ppo", "--lr", 1e-6, "--critic-lr", 1e-6)

@@ -318,6 +318,7 @@ def test_other_ways_to_run_it(tmp_path, quick_flags, flags):
     assert len(list(tmp_path.glob("x/wandb/offline-run-*/*.wandb"))) == ("offline" in flags)
 
 
+@pytest.mark.slow
 def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
     flags = ["--runs-dir", tmp_path, "--tau", "auto", "--replay-options", "drift_kl", "token", "probe_episodes", "16", "--problem-sampler", "heap", "--released", "age_in_iterations",
              "--checkpoint-every", 4]
@@ -341,6 +342,7 @@ def test_tau_auto_and_the_problem_heap_survive_a_resume(tmp_path, quick_flags):
     assert estimator.fit()["c"] == pytest.approx(c, rel=0.01)  # the log-ratios are rounded
 
 
+@pytest.mark.slow
 def test_ppo_with_td_error_priorities_and_lora_resumes_exactly(tmp_path, quick_flags):
     flags = ["--runs-dir", tmp_path, "--algo", "ppo", "--priority", "td_error", "--lora-rank", 4, "--checkpoint-every", 1, "--iterations", 2]
     train(*quick_flags, "--name", "whole", *flags)
