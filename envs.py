@@ -90,7 +90,8 @@ class BoardGame:
         return f"{self.legend}.\n{self.render()}\n"
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
-        move = (first_word if self.prompt == "chat" else parse_answer)(answer, self.moves)
+        read = first_word if self.prompt == "chat" else parse_answer
+        move = read(answer, self.moves)
         score, done = self.play(move)  # None is a turn without a move, so that rambling is never better than playing
         self.info["true_return"] += score
         return ("" if move is not None else "No valid answer.\n") + self.observation(), score, done, move is not None

